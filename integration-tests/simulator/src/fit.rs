@@ -60,13 +60,14 @@ pub enum FitError {
     Predicted { row: usize, value: f64 },
 }
 
-/// Fits efficiencies to `measured` speeds in tokens per second and GPU. `predict` returns the speed
-/// of a row, an index into `measured`, for efficiencies between [`Efficiencies::LOW`] and
+/// Fits efficiencies, which start at `prior`, to `measured` speeds in tokens per second and GPU.
+/// `predict` returns the speed of a row, an index into `measured`, for efficiencies between [`Efficiencies::LOW`] and
 /// [`Efficiencies::HIGH`]. Equal arguments give equal results.
 ///
 /// # Errors
 /// No row, or a speed that is not a finite number above 0.
 pub fn fit(
+    prior: &Efficiencies,
     measured: &[f64],
     predict: impl Fn(&Efficiencies, usize) -> f64,
 ) -> Result<Fit, FitError> {
@@ -77,13 +78,13 @@ pub fn fit(
         if !is_speed(value) {
             return Err(FitError::Measured { row, value });
         }
-        let value = predict(&Efficiencies::PRIOR, row);
+        let value = predict(prior, row);
         if !is_speed(value) {
             return Err(FitError::Predicted { row, value });
         }
     }
 
-    let problem = Problem::new(measured, predict);
+    let problem = Problem::new(prior, measured, predict);
     let mut best: Option<(f64, Vector)> = None;
     for start in STARTS {
         let mut x = [0.0; PARAMS];
@@ -115,8 +116,8 @@ struct Problem<'a, P> {
 }
 
 impl<'a, P: Fn(&Efficiencies, usize) -> f64> Problem<'a, P> {
-    fn new(measured: &'a [f64], predict: P) -> Self {
-        let prior = Efficiencies::PRIOR.to_array();
+    fn new(prior: &Efficiencies, measured: &'a [f64], predict: P) -> Self {
+        let prior = prior.to_array();
         let logarithms = |bound: Efficiencies| {
             let bound = bound.to_array();
             std::array::from_fn(|i| (bound[i] / prior[i]).ln())
@@ -289,7 +290,7 @@ mod tests {
             attention: 0.4,
             ..Efficiencies::PRIOR
         };
-        let fit = fit(&measured(&truth), speed).unwrap();
+        let fit = fit(&Efficiencies::PRIOR, &measured(&truth), speed).unwrap();
         assert!(
             (fit.efficiencies.products / 0.6 - 1.0).abs() < 0.02,
             "{fit:?}"
@@ -304,7 +305,7 @@ mod tests {
 
     #[test]
     fn priors_fit_their_own_speeds() {
-        let fit = fit(&measured(&Efficiencies::PRIOR), speed).unwrap();
+        let fit = fit(&Efficiencies::PRIOR, &measured(&Efficiencies::PRIOR), speed).unwrap();
         assert_eq!(fit.efficiencies, Efficiencies::PRIOR);
         assert_eq!(fit.cost, 0.0);
     }
@@ -314,7 +315,7 @@ mod tests {
         let truth = measured(&Efficiencies::PRIOR);
         let mut wrong = truth.clone();
         wrong[3] *= 0.5;
-        let fit = fit(&wrong, speed).unwrap();
+        let fit = fit(&Efficiencies::PRIOR, &wrong, speed).unwrap();
         let others = fit
             .residuals
             .iter()
@@ -330,7 +331,7 @@ mod tests {
             .iter()
             .map(|speed| 50.0 * speed)
             .collect();
-        let fit = fit(&fast, speed).unwrap();
+        let fit = fit(&Efficiencies::PRIOR, &fast, speed).unwrap();
         let high = Efficiencies::HIGH.to_array();
         for (value, high) in fit.efficiencies.to_array().into_iter().zip(high) {
             assert!(value <= high * (1.0 + 1e-12), "{fit:?}");
@@ -340,12 +341,12 @@ mod tests {
 
     #[test]
     fn speeds_without_logarithms_are_refused() {
-        assert_eq!(fit(&[], speed), Err(FitError::NoRows));
+        assert_eq!(fit(&Efficiencies::PRIOR, &[], speed), Err(FitError::NoRows));
         assert_eq!(
-            fit(&[1.0, 0.0], speed),
+            fit(&Efficiencies::PRIOR, &[1.0, 0.0], speed),
             Err(FitError::Measured { row: 1, value: 0.0 })
         );
-        let error = fit(&[1.0], |_, _| f64::INFINITY).unwrap_err();
+        let error = fit(&Efficiencies::PRIOR, &[1.0], |_, _| f64::INFINITY).unwrap_err();
         assert_eq!(
             error,
             FitError::Predicted {
@@ -358,6 +359,11 @@ mod tests {
             0.7 => speed(efficiencies, row),
             _ => f64::NAN,
         };
-        assert!(fit(&[1.0, 2.0], partly).unwrap().cost.is_finite());
+        assert!(
+            fit(&Efficiencies::PRIOR, &[1.0, 2.0], partly)
+                .unwrap()
+                .cost
+                .is_finite()
+        );
     }
 }

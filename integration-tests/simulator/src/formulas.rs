@@ -1,7 +1,8 @@
 //! Seconds of the passes of a transformer and of the collectives of its shards.
 //!
-//! Each formula is a roofline of the GPU's peaks times the [`Efficiencies`]. Elements have 2 bytes.
-//! The forms were compared on 431 published step times (`tests/published.rs`).
+//! Each formula is a roofline of the machine's peaks times the [`Efficiencies`]. Elements have 2 bytes
+//! on a GPU and 4 on a host. The forms were compared on 431 published step times
+//! (`tests/published.rs`), that of the host on runs of our trainer.
 
 use crate::{Efficiencies, Machine};
 
@@ -9,8 +10,8 @@ use crate::{Efficiencies, Machine};
 const KERNEL_S: f64 = 4e-6;
 /// Rows and columns of the tile of a product that one streaming multiprocessor computes at a time.
 const TILE: f64 = 128.0;
-/// Bytes of an element of a product.
-const ELEMENT_BYTES: f64 = 2.0;
+/// Rows of scores that a host's attention computes at a time.
+const HOST_ROWS: f64 = 64.0;
 
 /// Sizes of a transformer and its sequences.
 ///
@@ -61,6 +62,11 @@ pub enum Attention {
     /// One causal kernel; biases, residuals and GELU in the products' own kernels; gradients written
     /// into the buffers that are reduced (our trainer).
     Fused,
+    /// Products and softmax over the causal blocks of scores, in 32 bits (our trainer on the host).
+    Host {
+        /// Whether each pass first converts its parameters from 16 bits.
+        upcasts: bool,
+    },
 }
 
 /// Seconds of the passes of one micro-batch: `[forward, backward]`.
@@ -114,6 +120,14 @@ impl Attention {
                 launches: [7.0, 14.0],
                 loss_bytes: [4.0, 0.0],
             },
+            // Forward: norms 2x8, biases of queries, keys and values 24, transposed keys 8, residuals
+            // 2x8, GELU 48. Backward: norms 2x20, gradients of biases 36, GELU 48, operands of weight
+            // gradients transposed 56, sums of attention's output 8. Loss: three passes over logits.
+            Self::Host { .. } => Kernels {
+                block_bytes: [112.0, 188.0],
+                launches: [10.0, 24.0],
+                loss_bytes: [0.0, 20.0],
+            },
             // And masks of dropout and permutations. Loss: Megatron's, of separate kernels.
             Self::Plain => Kernels {
                 block_bytes: [42.0, 84.0],
@@ -166,8 +180,14 @@ impl Costs<'_> {
         }
     }
 
-    /// Seconds of the embedding: 8 bytes of traffic per token and element of the width.
+    /// Seconds of the embedding: 8 bytes of traffic per token and element of the width; on a host 12
+    /// and 16.
     pub fn embedding(&self, micro_batch: u64) -> [f64; 2] {
+        if let Attention::Host { .. } = self.software.attention {
+            let elements = self.tokens(micro_batch) * self.shape.width as f64;
+            let parameters = self.upcast(self.shape.embedding_params());
+            return [12.0, 16.0].map(|bytes| bytes * elements / self.memory() + parameters);
+        }
         let seconds = 8.0 * self.tokens(micro_batch) * self.shape.width as f64 / self.memory();
         [seconds, seconds]
     }
@@ -180,6 +200,7 @@ impl Costs<'_> {
     ///   FSDP): 8 bytes per parameter, 18 if the reduction has 32 bits.
     /// - The two bounds, GPU and host, are joined as `(gpu^4 + host^4)^(1/4)`. The host launches
     ///   backward kernels in half the time, because C++ launches them.
+    /// - On a host the passes are divided among threads, without launches.
     /// - Recomputation adds the forward pass; with flash attention without its last product, whose
     ///   output the backward pass does not read (PyTorch's early stop).
     pub fn block(&self, micro_batch: u64, sharded: bool) -> [f64; 2] {
@@ -198,10 +219,21 @@ impl Costs<'_> {
             backward += self.product(peak, [tokens, k, n], 1.0);
             backward += self.product(peak, [n, k, tokens], 1.0);
         }
-        if sharded && self.software.attention != Attention::Fused {
+        let copies_grads = matches!(self.software.attention, Attention::Flash | Attention::Plain);
+        if sharded && copies_grads {
             let bytes = if self.software.wide_reduce { 18.0 } else { 8.0 };
             let params: f64 = weights.iter().map(|(n, k)| n * k).sum();
             backward += bytes * params / self.memory();
+        }
+
+        if let Attention::Host { .. } = self.software.attention {
+            let parameters = self.upcast(self.shape.block_params());
+            forward += parameters;
+            backward += parameters;
+            if self.software.recompute {
+                backward += forward;
+            }
+            return [forward, backward];
         }
 
         let launch_s = self.efficiencies.launch_us * 1e-6;
@@ -211,13 +243,14 @@ impl Costs<'_> {
             let [.., (n, k)] = weights;
             backward += match self.software.attention {
                 Attention::Flash => forward - self.product(peak, [tokens, n, k], 1.0),
-                Attention::Plain | Attention::Fused => forward,
+                Attention::Plain | Attention::Fused | Attention::Host { .. } => forward,
             };
         }
         [forward, backward]
     }
 
-    /// Seconds of the output product, in 16 bits also where blocks use 8, and of the loss.
+    /// Seconds of the output product, in 16 bits also where blocks use 8, and of the loss. On a host
+    /// both are in the backward pass.
     pub fn head(&self, micro_batch: u64) -> [f64; 2] {
         let tokens = self.tokens(micro_batch);
         let vocab = self.shape.vocab as f64;
@@ -226,9 +259,13 @@ impl Costs<'_> {
         let [forward_bytes, backward_bytes] = self.software.attention.kernels().loss_bytes;
         let logits_s = tokens * vocab / self.memory();
 
-        let forward = self.product(peak, [tokens, vocab, width], 1.0);
-        let backward = self.product(peak, [tokens, width, vocab], 1.0)
+        let mut forward = self.product(peak, [tokens, vocab, width], 1.0);
+        let mut backward = self.product(peak, [tokens, width, vocab], 1.0)
             + self.product(peak, [vocab, width, tokens], 1.0);
+        if let Attention::Host { .. } = self.software.attention {
+            backward += forward + self.upcast(width * vocab);
+            forward = 0.0;
+        }
         [
             forward + forward_bytes * logits_s,
             backward + backward_bytes * logits_s,
@@ -246,6 +283,8 @@ impl Costs<'_> {
     ///
     /// - Flash: `2 T (seq + 128) width` operations of the causal half; the tile on the diagonal is
     ///   computed whole. Backward 3 times: 2.5 times the operations at .83 of the rate.
+    /// - Host: the same operations in blocks of 64 rows, 2.5 times as many backward, and for the
+    ///   softmax 16 bytes a score forward and 32 backward.
     /// - Plain: two batched products of all scores, and per score 9 bytes forward (softmax 2+2,
     ///   dropout 2+2+1) and 11 backward (dropout 1+2+2, softmax 2+2+2).
     fn attention(&self, micro_batch: u64) -> [f64; 2] {
@@ -260,6 +299,13 @@ impl Costs<'_> {
                 let seconds = flops / (peak * self.efficiencies.attention);
                 [seconds + KERNEL_S, 3.0 * seconds + KERNEL_S]
             }
+            Attention::Host { .. } => {
+                let scores = tokens * 0.5 * (seq + HOST_ROWS) * heads;
+                let flops = 4.0 * scores * width / heads;
+                let seconds = flops / (peak * self.efficiencies.attention);
+                let softmax_s = scores / self.memory();
+                [seconds + 16.0 * softmax_s, 2.5 * seconds + 32.0 * softmax_s]
+            }
             Attention::Plain => {
                 let head_width = (width / heads).floor();
                 let batch = micro_batch as f64 * heads;
@@ -273,8 +319,15 @@ impl Costs<'_> {
 
     /// Seconds of `batch` products of `[m, k]` and `[k, n]`: `sqrt(compute^2 + memory^2) + 4 us`.
     ///
-    /// Compute runs at the part of the peak that the last wave of tiles and the padded edges leave.
+    /// Compute runs at the part of the peak that the last wave of tiles and the padded edges leave; on a
+    /// host at all of it, without the 4 us.
     fn product(&self, peak: f64, [m, n, k]: [f64; 3], batch: f64) -> f64 {
+        let flops = 2.0 * m * n * k * batch;
+        let elements = (m * k + k * n + m * n) * batch;
+        let peak = peak * self.efficiencies.products;
+        if let Attention::Host { .. } = self.software.attention {
+            return (flops / peak).hypot(4.0 * elements / self.memory());
+        }
         let tiles_m = (m / TILE).ceil();
         let tiles_n = (n / TILE).ceil();
         let tiles = tiles_m * tiles_n * batch;
@@ -282,10 +335,17 @@ impl Costs<'_> {
         let useful =
             tiles / (waves * self.machine.sms) * m / (tiles_m * TILE) * n / (tiles_n * TILE);
 
-        let flops = 2.0 * m * n * k * batch;
-        let bytes = ELEMENT_BYTES * (m * k + k * n + m * n) * batch;
-        let compute = flops / (peak * self.efficiencies.products * useful);
-        compute.hypot(bytes / self.memory()) + KERNEL_S
+        let compute = flops / (peak * useful);
+        compute.hypot(2.0 * elements / self.memory()) + KERNEL_S
+    }
+
+    /// Seconds in which a host converts `parameters` from 16 bits, if it does: it reads 2 bytes of each
+    /// and writes 4.
+    fn upcast(&self, parameters: f64) -> f64 {
+        match self.software.attention {
+            Attention::Host { upcasts: true } => 6.0 * parameters / self.memory(),
+            _ => 0.0,
+        }
     }
 
     fn tokens(&self, micro_batch: u64) -> f64 {

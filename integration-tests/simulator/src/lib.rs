@@ -55,6 +55,7 @@ mod presets;
 mod rows;
 mod rule;
 mod step;
+mod text;
 mod workload;
 
 pub use efficiencies::Efficiencies;
@@ -65,3 +66,4 @@ pub use machine::{Cluster, Machine, MachineError};
 pub use rows::{PREDICTED, Row, RowsError, Table, groups};
 pub use rule::{CALIBRATION_ROWS, calibration_rows, is_memory_tight, likely_range};
 pub use step::{Run, SimulatedRow, Step, StepSchedules, Units};
+pub use text::{from_text, to_text};

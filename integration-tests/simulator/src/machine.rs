@@ -5,6 +5,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::text::{from_text, to_text};
+
 /// Peak figures of a GPU and of its node, as data sheets print them.
 ///
 /// A program reaches a part of them, which [`Efficiencies`](crate::Efficiencies) describes.
@@ -33,6 +35,14 @@ pub struct Machine {
     pub host_memory_bytes_per_s: f64,
     /// Bytes per second that the local disks read, per node.
     pub disk_bytes_per_s: f64,
+    /// Cores of a host without GPUs, which computes in 32 bits; its ranks share its cores, its memory
+    /// and the peaks above. `None`: GPUs compute.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cores: Option<usize>,
+    /// Whether the figures are measured rates and not those of data sheets; programs reach more of
+    /// the former.
+    #[serde(default)]
+    pub measured: bool,
 }
 
 /// Machines of a kind, as `--hardware` names them.
@@ -60,7 +70,7 @@ pub enum MachineError {
     Form { value: String },
     /// A name that no preset has.
     #[error(
-        "unknown machine {name}: use one of {}, or describe the machine in a JSON file",
+        "unknown machine {name}: use one of {}, or describe the machine in a TOML file",
         Machine::NAMES.join(", ")
     )]
     UnknownName { name: String },
@@ -82,16 +92,14 @@ pub enum MachineError {
         file: String,
         source: std::io::Error,
     },
-    /// A description that is not JSON, or has missing or unknown keys.
+    /// A description that is not TOML or JSON, or has missing or unknown keys.
     #[error(
-        "{file}: {source}; a machine has the keys name, peak_flops, memory_bytes_per_s, \
+        "{file}: {message}; a machine has the keys name, peak_flops, memory_bytes_per_s, \
          memory_bytes, sms, node_gpus, link_bytes_per_s, network_bytes_per_s, \
-         host_link_bytes_per_s, host_memory_bytes_per_s and disk_bytes_per_s"
+         host_link_bytes_per_s, host_memory_bytes_per_s and disk_bytes_per_s; zero measure writes \
+         such a file"
     )]
-    Json {
-        file: String,
-        source: serde_json::Error,
-    },
+    Text { file: String, message: String },
     /// A figure that is no positive number.
     #[error("machine {name}: {field} is {value}; it must be a finite number above 0")]
     Figure {
@@ -102,28 +110,29 @@ pub enum MachineError {
 }
 
 impl Machine {
-    /// Reads a machine from the JSON text of `file`, which is only named in errors.
+    /// Reads a machine from the text of `file`, which is JSON if its name ends in `.json` and TOML
+    /// otherwise.
     ///
     /// # Errors
-    /// Text that is no JSON, a missing or unknown key, a figure that is not positive.
-    pub fn from_json(text: &str, file: &str) -> Result<Self, MachineError> {
-        let machine: Self = serde_json::from_str(text).map_err(|source| MachineError::Json {
+    /// Another form, a missing or unknown key, a figure that is not positive.
+    pub fn parse(text: &str, file: &str) -> Result<Self, MachineError> {
+        let machine: Self = from_text(text, file).map_err(|message| MachineError::Text {
             file: file.into(),
-            source,
+            message,
         })?;
         machine.check()?;
         Ok(machine)
     }
 
-    /// Returns the machine as JSON, which [`Machine::from_json`] reads.
+    /// Returns the machine as text for `file`, which [`Machine::parse`] reads.
     ///
     /// # Errors
     /// A figure that is not positive.
-    pub fn to_json(&self) -> Result<String, MachineError> {
+    pub fn to_text(&self, file: &str) -> Result<String, MachineError> {
         self.check()?;
-        serde_json::to_string_pretty(self).map_err(|source| MachineError::Json {
-            file: self.name.clone(),
-            source,
+        to_text(self, file).map_err(|message| MachineError::Text {
+            file: file.into(),
+            message,
         })
     }
 
@@ -159,7 +168,7 @@ impl Machine {
 }
 
 impl Cluster {
-    /// Parses `NAME:GPUSxNODES`, GPUs of a node times nodes. `find` returns the machine of a name,
+    /// Parses `NAME:GPUSxNODES`, GPUs (on a host, ranks) of a node times nodes. `find` returns the machine of a name,
     /// such as [`Machine::preset`].
     ///
     /// # Errors
@@ -178,7 +187,8 @@ impl Cluster {
         let nodes = count(nodes).ok_or_else(form)?;
 
         let machine = find(name)?;
-        if gpus > machine.node_gpus {
+        // The ranks of a host share its cores, as many as they are.
+        if gpus > machine.node_gpus && machine.cores.is_none() {
             return Err(MachineError::TooManyGpus {
                 value: value.into(),
                 name: name.into(),
@@ -221,8 +231,10 @@ mod tests {
             let machine = Machine::preset(name).unwrap();
             assert_eq!(machine.name, name);
             machine.check().unwrap();
-            let json = machine.to_json().unwrap();
-            assert_eq!(Machine::from_json(&json, "machine.json").unwrap(), machine);
+            let json = machine.to_text("machine.json").unwrap();
+            assert_eq!(Machine::parse(&json, "machine.json").unwrap(), machine);
+            let toml = machine.to_text("machine.toml").unwrap();
+            assert_eq!(Machine::parse(&toml, "machine.toml").unwrap(), machine);
         }
         assert_eq!(Machine::preset("a100_40gb").unwrap().name, "a100-40g");
     }
@@ -270,9 +282,9 @@ mod tests {
 
     #[test]
     fn descriptions_are_checked() {
-        let json = Machine::h100_80g().to_json().unwrap();
+        let json = Machine::h100_80g().to_text("machine.json").unwrap();
         let message = |json: &str| {
-            let error = Machine::from_json(json, "my.json").unwrap_err();
+            let error = Machine::parse(json, "my.json").unwrap_err();
             error.to_string()
         };
         assert!(message(&json.replace("\"sms\"", "\"cores\"")).contains("unknown field `cores`"));

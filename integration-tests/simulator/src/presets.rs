@@ -54,6 +54,8 @@ impl Machine {
             host_link_bytes_per_s: 15.75e9,
             host_memory_bytes_per_s: 256e9,
             disk_bytes_per_s: 25e9,
+            cores: None,
+            measured: false,
         }
     }
 
@@ -75,6 +77,8 @@ impl Machine {
             host_link_bytes_per_s: 31.5e9,
             host_memory_bytes_per_s: 409.6e9,
             disk_bytes_per_s: 25e9,
+            cores: None,
+            measured: false,
         }
     }
 
@@ -87,6 +91,8 @@ impl Machine {
             memory_bytes_per_s: 2039e9,
             memory_bytes: 80.0 * GIB,
             disk_bytes_per_s: 50e9,
+            cores: None,
+            measured: false,
             ..Self::a100_40g()
         }
     }
@@ -109,6 +115,8 @@ impl Machine {
             host_link_bytes_per_s: 63e9,
             host_memory_bytes_per_s: 614.4e9,
             disk_bytes_per_s: 50e9,
+            cores: None,
+            measured: false,
         }
     }
 
@@ -161,6 +169,8 @@ impl Machine {
             host_link_bytes_per_s: 31.5e9,
             host_memory_bytes_per_s: 204.8e9,
             disk_bytes_per_s: 7e9,
+            cores: None,
+            measured: false,
         }
     }
 }

@@ -1,16 +1,21 @@
 //! A step: the trainer's own schedule, with the costs of the formulas.
 
+mod operations;
+
 use std::sync::Arc;
 
 use zero_alloc::device::DType;
 use zero_alloc::host::OpSpan;
-use zero_alloc::schedule::{Cost, Operation, Times};
+use zero_alloc::schedule::Times;
 use zero_shard::{ParamSpec, TensorCut, UnitSpec, ZeroStage};
 use zero_trainer::param_groups::ParamKind;
-use zero_trainer::{Pass, RunOptions, Settings, StepSchedule, TrainError, record_on_device};
+use zero_trainer::{
+    Pass, RunOptions, Settings, StepSchedule, TrainError, record_on_device, record_on_host,
+};
 
-use crate::workload::{Kind, PASS, ShapeWorkload, pass_class};
-use crate::{Costs, Efficiencies, Machine, PassSeconds, Row, Shape, ring};
+use crate::workload::ShapeWorkload;
+use crate::{Costs, Efficiencies, Machine, PassSeconds, Row, Shape};
+use operations::OperationCosts;
 
 /// Micro-batches that are simulated; more follow from the difference of the last two.
 const MICRO_BATCHES: usize = 3;
@@ -19,9 +24,6 @@ const STEPS: u64 = 2;
 /// More layers than any model has, and more GPUs than any run.
 const MAX_LAYERS: u64 = 1 << 16;
 const MAX_GPUS: u64 = 1 << 20;
-/// The network, and the links within a node, which collectives share that run at the same time.
-const NETWORK: u8 = 0;
-const LINKS: u8 = 1;
 
 /// A run whose step is simulated.
 #[derive(Clone)]
@@ -31,6 +33,8 @@ pub struct Run {
     micro_batch: u64,
     workload: ShapeWorkload,
     settings: Settings,
+    /// Threads of a rank on the host; `None`: on a GPU.
+    threads: Option<usize>,
 }
 
 /// A model as the trainer sees it.
@@ -54,6 +58,8 @@ pub struct StepSchedules {
     micro_batch: u64,
     sharded: bool,
     tensor_ranks: f64,
+    /// Threads of a rank on the host; `None`: on a GPU.
+    threads: Option<usize>,
 }
 
 /// A row with the schedules of its step.
@@ -156,8 +162,23 @@ impl Run {
                 cut: units.cut,
                 output_elems: output_elems(shape, micro_batch),
                 recompute,
+                writes_grads: true,
             },
             settings,
+            threads: None,
+        }
+    }
+
+    /// The same run on the host, whose ranks have `threads` threads each.
+    #[must_use]
+    pub fn on_host(self, threads: usize) -> Self {
+        Self {
+            threads: Some(threads.max(1)),
+            workload: ShapeWorkload {
+                writes_grads: false,
+                ..self.workload
+            },
+            ..self
         }
     }
 
@@ -207,6 +228,7 @@ impl Run {
                 cut: Arc::new(|_| TensorCut::Replicated),
                 output_elems: output_elems(shape, row.micro_batch),
                 recompute: row.recompute,
+                writes_grads: true,
             },
             settings: Settings {
                 bucket_capacity_elems: (root.max(block) as usize).next_multiple_of(1 << 20)
@@ -214,6 +236,7 @@ impl Run {
                 grad_accum_steps: row.micro_batches() as usize,
                 ..settings
             },
+            threads: None,
         })
     }
 
@@ -238,13 +261,17 @@ impl Run {
                 seq_len: 1,
                 ..RunOptions::default()
             };
-            record_on_device(0, self.ranks, &settings, &self.workload, &options)
+            match self.threads {
+                None => record_on_device(0, self.ranks, &settings, &self.workload, &options),
+                Some(_) => record_on_host(0, self.ranks, &settings, &self.workload, &options),
+            }
         };
         Ok(StepSchedules {
             by_micro_batches: counts.map(record).collect::<Result<_, _>>()?,
             micro_batches,
-            node_ranks: self.node_ranks,
+            node_ranks: self.node_ranks.min(self.ranks),
             micro_batch: self.micro_batch,
+            threads: self.threads,
             sharded: self.settings.stage != ZeroStage::Zero,
             tensor_ranks: self.settings.mesh.tensor_ranks.unwrap_or(1) as f64,
         })
@@ -311,14 +338,22 @@ impl StepSchedules {
     }
 
     fn times(&self, recorded: &StepSchedule, costs: &Costs<'_>, passes: &PassSeconds) -> Times {
-        let nodes: Vec<_> = recorded
-            .communicators
-            .iter()
-            .map(|ranks| self.nodes(ranks))
-            .collect();
-        recorded
-            .schedule
-            .times(|operation| self.cost(operation, recorded, &nodes, costs, passes))
+        let nodes = recorded.communicators.iter();
+        let operations = OperationCosts {
+            of: self,
+            recorded,
+            nodes: nodes.map(|ranks| self.nodes(ranks)).collect(),
+            costs,
+            passes,
+        };
+        let schedule = &recorded.schedule;
+        match self.threads {
+            None => schedule.times(|operation| operations.on_gpu(operation)),
+            Some(threads) => {
+                let cores = costs.machine.cores.unwrap_or(1);
+                schedule.times(|operation| operations.on_host(operation, threads, cores))
+            }
+        }
     }
 
     /// The nodes of a communicator's ranks.
@@ -328,62 +363,6 @@ impl StepSchedules {
         nodes.dedup();
         nodes.len() as u64
     }
-
-    fn cost(
-        &self,
-        operation: &Operation,
-        recorded: &StepSchedule,
-        nodes: &[u64],
-        costs: &Costs<'_>,
-        passes: &PassSeconds,
-    ) -> Cost {
-        let slowdown = costs.efficiencies.slowdown;
-        let work = operation.work;
-        let computes = |seconds: f64| Cost::ns(seconds * 1e9).slowdown(slowdown);
-        let class = work.class as usize;
-        let machine = costs.machine;
-        let of_node = |bytes_per_s: f64| {
-            let seconds = work.bytes as f64 / bytes_per_s * self.node_ranks as f64;
-            Cost::ns(seconds * 1e9)
-        };
-        // The ranks of a node share its memory and its disks.
-        let on_host = recorded.schedule.streams[operation.stream].contains(" update");
-        match operation.label {
-            "swap read" | "swap write" => of_node(machine.disk_bytes_per_s),
-            _ if on_host => of_node(machine.host_memory_bytes_per_s),
-            PASS => computes(pass_s(passes, work.class) / work.bytes as f64 / self.tensor_ranks),
-            "all_gather" | "reduce_scatter" | "all_reduce" => {
-                let ranks = recorded
-                    .communicators
-                    .get(class)
-                    .map_or(1, |ranks| ranks.len());
-                let nodes = nodes.get(class).copied().unwrap_or(1);
-                let bytes = match operation.label {
-                    "reduce_scatter" if costs.software.wide_reduce => 2 * work.bytes,
-                    _ => work.bytes,
-                };
-                let once = ring(
-                    bytes as f64,
-                    ranks as u64,
-                    nodes,
-                    machine,
-                    costs.efficiencies,
-                );
-                let times = if operation.label == "all_reduce" {
-                    2.0
-                } else {
-                    1.0
-                };
-                let link = if nodes > 1 { NETWORK } else { LINKS };
-                Cost::ns(times * once * 1e9).slows(ranks > 1).shares(link)
-            }
-            "flags" | "upload" | "download" | "rank_stats" | "advance_step" => Cost::default(),
-            "copy to or from the host" => {
-                Cost::ns(work.bytes as f64 / machine.host_link_bytes_per_s * 1e9)
-            }
-            _ => computes(work.bytes as f64 / costs.memory()),
-        }
-    }
 }
 
 /// Elements of a block's output.
@@ -392,22 +371,4 @@ fn output_elems(shape: &Shape, micro_batch: u64) -> usize {
         .saturating_mul(shape.seq)
         .saturating_mul(shape.width);
     usize::try_from(elems).unwrap_or(usize::MAX)
-}
-
-/// Seconds of a pass.
-fn pass_s(passes: &PassSeconds, class: u32) -> f64 {
-    let kinds = [
-        (Kind::Embedding, passes.embedding),
-        (Kind::Block, passes.block),
-        (Kind::Head, passes.head),
-    ];
-    let of_kind = |(kind, [forward, backward]): (Kind, [f64; 2])| {
-        [
-            (pass_class(kind, false), forward),
-            (pass_class(kind, true), backward),
-        ]
-    };
-    let mut all = kinds.into_iter().flat_map(of_kind);
-    all.find(|(of, _)| *of == class)
-        .map_or(0.0, |(_, seconds)| seconds)
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_alloc::host::HostStream;
-use zero_alloc::schedule::{ScheduledDevice, Work};
+use zero_alloc::schedule::Work;
 use zero_alloc::{Block, Pool, Purpose};
 use zero_shard::{ParamSpec, TensorCut, UnitSpec};
 use zero_trainer::{
@@ -41,6 +41,8 @@ pub(crate) struct ShapeWorkload {
     pub(crate) output_elems: usize,
     /// Whether backward computes the forward of a block again, with its sums.
     pub(crate) recompute: bool,
+    /// Whether a pass that alone has a unit's gradient writes it, and does not add to zeros.
+    pub(crate) writes_grads: bool,
 }
 
 impl ShapeWorkload {
@@ -59,7 +61,7 @@ impl ShapeWorkload {
     }
 }
 
-impl Workload<ScheduledDevice> for ShapeWorkload {
+impl<D: Device<Stream = HostStream>> Workload<D> for ShapeWorkload {
     fn units(&self) -> Vec<UnitSpec> {
         self.units.clone()
     }
@@ -74,10 +76,10 @@ impl Workload<ScheduledDevice> for ShapeWorkload {
 
     fn model(
         &self,
-        pool: &Pool<ScheduledDevice>,
+        pool: &Pool<D>,
         compute: &HostStream,
-        ranks: &ModelRanks<ScheduledDevice>,
-    ) -> Result<Box<dyn Model<ScheduledDevice>>, ModelError> {
+        ranks: &ModelRanks<D>,
+    ) -> Result<Box<dyn Model<D>>, ModelError> {
         let allocate = |elems, dtype| pool.allocate(elems, dtype, Purpose::Activations, compute);
         Ok(Box::new(ShapeModel {
             loss: allocate(1, DType::F64)?,
@@ -103,7 +105,7 @@ struct ShapeModel<D: Device> {
     workload: ShapeWorkload,
 }
 
-impl ShapeModel<ScheduledDevice> {
+impl<D: Device<Stream = HostStream>> ShapeModel<D> {
     /// Enqueues a pass: one operation, or with tensor parallelism two for each forward and backward
     /// of a block, each before a sum of its output.
     fn enqueue(&self, stream: &HostStream, pass: usize, backward: bool) -> Result<(), ModelError> {
@@ -129,7 +131,7 @@ impl ShapeModel<ScheduledDevice> {
     }
 }
 
-impl Model<ScheduledDevice> for ShapeModel<ScheduledDevice> {
+impl<D: Device<Stream = HostStream>> Model<D> for ShapeModel<D> {
     fn set_batch(&mut self, _stream: &HostStream, _batch: &Batch) -> Result<(), ModelError> {
         Ok(())
     }
@@ -155,7 +157,7 @@ impl Model<ScheduledDevice> for ShapeModel<ScheduledDevice> {
     }
 
     fn writes_grad(&self, pass: usize, unit: usize) -> bool {
-        self.workload.alone(pass, unit)
+        self.workload.writes_grads && self.workload.alone(pass, unit)
     }
 
     unsafe fn loss(&self) -> DeviceSlice<f64> {

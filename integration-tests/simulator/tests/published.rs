@@ -55,7 +55,7 @@ fn fit_to(rows: &[Row], used: &[usize]) -> Fit {
         let row = &rows[used[index]];
         row.tokens_per_s(step(row, efficiencies))
     };
-    fit(&measured, predict).unwrap()
+    fit(&Efficiencies::PRIOR, &measured, predict).unwrap()
 }
 
 /// Fits by the rule.

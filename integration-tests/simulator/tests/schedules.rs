@@ -35,7 +35,7 @@ fn calibrate(rows: &[Row], all: &[SimulatedRow]) -> (Efficiencies, Vec<usize>) {
         .iter()
         .map(|&row| rows[row].measured.unwrap())
         .collect();
-    let fitted = fit(&measured, |efficiencies, row| {
+    let fitted = fit(&Efficiencies::PRIOR, &measured, |efficiencies, row| {
         all[used[row]].speed(efficiencies)
     });
     (fitted.unwrap().efficiencies, used)
@@ -86,7 +86,7 @@ fn our_own_steps_are_predicted() {
     let all = all(&table.rows);
     let used = [3, 4];
     let measured = used.map(|row| table.rows[row].measured.unwrap());
-    let fitted = fit(&measured, |efficiencies, row| {
+    let fitted = fit(&Efficiencies::PRIOR, &measured, |efficiencies, row| {
         all[used[row]].speed(efficiencies)
     });
     for efficiencies in [fitted.unwrap().efficiencies, Efficiencies::OURS] {

@@ -80,6 +80,14 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     })
 }
 
+/// Parses a number above 0.
+pub(crate) fn parse_positive(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|value: &f64| value.is_finite() && *value > 0.0)
+        .ok_or_else(|| "expected a number above 0, such as 25".to_owned())
+}
+
 /// Parses a number of parameters: `7.5e9`, `7.5B`, `350M` or `124439808`.
 pub(crate) fn parse_params(text: &str) -> Result<u64, String> {
     let expected =

@@ -21,6 +21,7 @@ mod flags;
 pub mod generate;
 pub mod inspect;
 pub mod launcher;
+pub mod measure;
 mod memory;
 mod output;
 pub mod plan;

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use zero::launcher::Report;
-use zero::{CliError, ckpt, generate, inspect, plan, train, tune};
+use zero::{CliError, ckpt, generate, inspect, measure, plan, train, tune};
 
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;
@@ -29,6 +29,8 @@ enum Command {
     Plan(Box<plan::PlanArgs>),
     /// Find the fastest configurations of a training run that fit
     Tune(Box<tune::TuneArgs>),
+    /// Measure this machine for zero plan --simulate and zero tune
+    Measure(measure::MeasureArgs),
     /// Inspect, verify, export or import checkpoints
     Ckpt(ckpt::CkptArgs),
     /// Show training data as a run reads it
@@ -106,6 +108,7 @@ fn main() -> ExitCode {
         Command::Train(args) => train::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Tune(args) => tune::run(&args),
+        Command::Measure(args) => measure::run(&args),
         Command::Ckpt(args) => ckpt::run(args),
         Command::Data(args) => inspect::run(&args),
         Command::Generate(args) => generate::run(&args),

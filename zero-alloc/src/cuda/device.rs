@@ -167,6 +167,15 @@ impl CudaDevice {
         self.shared.arch
     }
 
+    /// The number of streaming multiprocessors.
+    ///
+    /// # Errors
+    /// The driver failed.
+    pub fn multiprocessors(&self) -> Result<usize, DeviceError> {
+        let count = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        Ok(self.shared.context.attribute(count)? as usize)
+    }
+
     /// Free and total bytes of the device's memory, for all processes.
     ///
     /// # Errors

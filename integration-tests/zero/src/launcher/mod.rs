@@ -273,7 +273,7 @@ impl Running {
 }
 
 /// Returns a free port. If another program binds it before rank 0 does, rank 0 fails with an error.
-fn free_port() -> std::io::Result<u16> {
+pub(crate) fn free_port() -> std::io::Result<u16> {
     Ok(std::net::TcpListener::bind("127.0.0.1:0")?
         .local_addr()?
         .port())

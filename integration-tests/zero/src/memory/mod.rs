@@ -134,6 +134,12 @@ pub(crate) fn check_host_of_gpus(
     checked(run, ranks, need, &limits(Path::new("/")))
 }
 
+/// The least memory that a limit leaves to this process; `None` if none could be read.
+pub(crate) fn free_bytes() -> Option<u64> {
+    let limits = limits(Path::new("/"));
+    limits.iter().map(|limit| limit.free_bytes).min()
+}
+
 fn of_flag(free_bytes: u64) -> Limit {
     Limit {
         name: "the limit of --memory-limit".to_owned(),

@@ -162,8 +162,8 @@ fn parse_above_0(text: &str) -> Result<f64, String> {
 /// # Errors
 /// A model, a configuration or sizes that cannot be used.
 pub fn run(args: &PlanArgs) -> Result<(), CliError> {
-    if args.simulate.predict.is_some() {
-        return simulate::predict(&args.simulate);
+    if simulate::predicted(&args.simulate)? {
+        return Ok(());
     }
     let args = &simulate::with_hardware(args)?;
     let (request, report, notices) = plan_of(args)?;

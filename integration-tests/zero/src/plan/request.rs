@@ -5,7 +5,9 @@ use std::sync::Arc;
 use zero_alloc::device::DType;
 use zero_comm::PrefetchOptions;
 use zero_optim::OptimizerConfig;
-use zero_shard::{LayoutOptions, ParamSpec, Tie, TransformerShape, UnitSpec, ZeroStage};
+use zero_shard::{
+    LayoutOptions, ParamSpec, ShardError, Tie, TransformerShape, UnitSpec, ZeroStage,
+};
 
 use super::{Architecture, PlanArgs};
 use crate::config::{DsConfig, ZeroOptimization};
@@ -15,6 +17,7 @@ use crate::settings::args::{Collectives, TrainArgs};
 use crate::settings::collectives::{self, COLLECTIVES};
 use crate::settings::mesh;
 use crate::settings::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
+use crate::settings::record::RunRecord;
 use crate::settings::row::Sources;
 use zero_models::ModelConfig;
 use zero_models::ModelOptions;
@@ -60,6 +63,8 @@ pub(crate) struct Request {
     pub(crate) recompute_gelu: Option<bool>,
     /// Groups of ranks, at the stages that they fit.
     pub(crate) mesh: MeshSettings,
+    /// Whether communication overlaps compute.
+    pub(crate) overlap: bool,
     /// The offload; see [`Request::settings`].
     pub(crate) offload: OffloadSettings,
     /// Elements of a gradient bucket; `None`: the trainer's default.
@@ -87,6 +92,20 @@ pub(crate) struct Request {
 
 /// The most GPUs of a node that a plan accepts; more were not meant to be on one.
 const MAX_GPUS_OF_NODE: u64 = 1024;
+
+impl ModelSize {
+    /// Elements of the largest unit.
+    ///
+    /// # Errors
+    /// They do not fit 64 bits.
+    pub(crate) fn largest_unit_elems(&self) -> Result<u64, ShardError> {
+        let elems = |unit: &UnitSpec| -> Result<u64, ShardError> {
+            unit.params.iter().map(ParamSpec::numel_elems).sum()
+        };
+        let mut units = self.units.iter().map(elems);
+        units.try_fold(0, |largest, elems| Ok(elems?.max(largest)))
+    }
+}
 
 impl Request {
     /// Builds the request and the warnings about ignored settings.
@@ -167,6 +186,7 @@ impl Request {
             recompute_gelu: args.recompute_gelu,
             sub_group_elems: sub_group,
             mesh,
+            overlap: true,
             offload,
             trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
             bucket_elems: args.bucket_elems,
@@ -277,6 +297,7 @@ impl Request {
             sequence_parallel: options.sequence_parallel,
             recompute_gelu: None,
             mesh: settings.mesh,
+            overlap: settings.overlap,
             offload: settings.offload.clone(),
             reduce_every_micro_batch: settings.reduce_every_micro_batch,
             bucket_elems: Some(settings.bucket_capacity_elems as u64),
@@ -295,6 +316,57 @@ impl Request {
             drive_bytes_per_s: 1.0,
             file: None,
         }
+    }
+
+    /// The request of a run that was measured, on machines with `node_ranks` ranks.
+    ///
+    /// # Errors
+    /// A record of another program.
+    pub(crate) fn of_record(record: &RunRecord, node_ranks: usize) -> Result<Self, CliError> {
+        let (config, _) =
+            ModelConfig::from_hf_json(&record.model.config.to_string()).map_err(CliError::usage)?;
+        let mesh = record.mesh.settings()?;
+        let model = ModelSize::of(&record.model.name, &config);
+        let model = model.cut(mesh.tensor_ranks.unwrap_or(1))?;
+        let communication = &record.communication;
+        let gpus = record.batch.ranks as u64;
+        Ok(Self {
+            model: Arc::new(model),
+            gpus,
+            nodes: gpus.div_ceil(node_ranks.max(1) as u64),
+            gpu_memory_bytes: None,
+            dtype: record.dtype.into(),
+            micro_batch: record.batch.micro_batch,
+            grad_accum: record.batch.grad_accum,
+            reduce_every_micro_batch: communication.reduce_every_micro_batch,
+            seq_len: record.batch.seq_len as u64,
+            checkpointing: record.activations.activation_checkpointing,
+            partition_activations: record.activations.partition_activations,
+            sequence_parallel: record.activations.sequence_parallel,
+            recompute_gelu: Some(record.activations.recompute_gelu),
+            mesh,
+            overlap: communication.overlap,
+            offload: record.offload.clone(),
+            bucket_elems: Some(communication.bucket_elems as u64),
+            trims_bucket: false,
+            prefetch_elems: match communication.gather_ahead {
+                Some(0) => Some(0),
+                Some(1) => None,
+                _ => communication.gather_ahead_elems.map(|elems| elems as u64),
+            },
+            max_live_elems: communication
+                .max_live_elems
+                .map_or(u64::MAX, |elems| elems as u64),
+            persistence_threshold_elems: communication.persistence_threshold_elems as u64,
+            sub_group_elems: communication
+                .sub_group_elems
+                .map_or(u64::MAX, |elems| elems as u64),
+            configured_stage: ZeroStage::from_number(record.stage),
+            peak_tflops: 1.0,
+            drive_tbw: 1.0,
+            drive_bytes_per_s: 1.0,
+            file: None,
+        })
     }
 
     /// Whether the recomputation of GELU's output frees memory.
@@ -361,6 +433,7 @@ impl Request {
         let sub_group = offload::sub_group_elems(self.sub_group_elems as usize, &offload);
         Settings {
             grad_accum_steps: self.grad_accum as usize,
+            overlap: self.overlap,
             reduce_every_micro_batch: self.reduce_every_micro_batch,
             bucket_capacity_elems: self
                 .bucket_elems

@@ -214,7 +214,8 @@ impl MeshRecord {
         ))
     }
 
-    fn settings(self) -> Result<MeshSettings, CliError> {
+    /// The settings of the record.
+    pub(crate) fn settings(self) -> Result<MeshSettings, CliError> {
         let world = self.shard_optimizer == Some(OptimizerRanks::World);
         let (shard_group, sharding) = match (self.shard_group, self.hpz) {
             (Some(_), Some(_)) => {

@@ -95,6 +95,18 @@ pub(crate) struct RunRecord {
     pub(crate) auto: BTreeMap<String, Value>,
 }
 
+/// The settings of a run with what its times also depend on, as the first line of `--metrics` has
+/// them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct TimedRecord {
+    #[serde(flatten)]
+    pub(crate) record: RunRecord,
+    /// Threads of each rank on the host.
+    pub(crate) threads: usize,
+    /// Consecutive ranks of a machine; `None`: not known.
+    pub(crate) node_ranks: Option<usize>,
+}
+
 /// The model of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct ModelRecord {

@@ -88,6 +88,7 @@ mod tests {
             metrics,
             mfu: Some(0.1 + 0.2),
             run: RUN,
+            settings: None,
         };
         CsvLines::of_step(&figures).unwrap() + "\n"
     }

@@ -352,6 +352,7 @@ mod tests {
                 metrics: &metrics,
                 mfu: None,
                 run,
+                settings: None,
             };
             let event = Event {
                 summary: Some(summary(&figures)),

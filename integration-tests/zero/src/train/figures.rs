@@ -2,6 +2,8 @@
 
 use zero_trainer::StepMetrics;
 
+use crate::settings::record::TimedRecord;
+
 /// A step of a run, for its outputs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepFigures<'a> {
@@ -10,6 +12,8 @@ pub(crate) struct StepFigures<'a> {
     pub(crate) mfu: Option<f64>,
     /// The id of the run.
     pub(crate) run: &'a str,
+    /// The settings of the run, in the first step that this process writes.
+    pub(crate) settings: Option<&'a TimedRecord>,
 }
 
 /// The value of a figure.

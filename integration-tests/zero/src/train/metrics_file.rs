@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use super::figures::StepFigures;
 use super::line_file::{self, Line, Lines};
+use crate::settings::record::TimedRecord;
 use zero_trainer::StepMetrics;
 
 /// The start of every line.
@@ -25,13 +26,22 @@ struct NewLine<'a> {
     #[serde(flatten)]
     metrics: &'a StepMetrics,
     run: &'a str,
+    /// The settings of the run, once.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    settings: Option<&'a TimedRecord>,
     /// The nested figures once more, under keys such as `memory.peak_bytes`, for tables.
     #[serde(flatten)]
     flat: BTreeMap<String, Value>,
 }
 
 impl<'a> NewLine<'a> {
-    fn new(metrics: &'a StepMetrics, run: &'a str) -> Self {
+    fn new(figures: &StepFigures<'a>) -> Self {
+        let StepFigures {
+            metrics,
+            run,
+            settings,
+            ..
+        } = *figures;
         let mut flat = BTreeMap::new();
         if let Ok(Value::Object(figures)) = serde_json::to_value(metrics) {
             figures
@@ -39,7 +49,12 @@ impl<'a> NewLine<'a> {
                 .filter(|(_, value)| value.is_object())
                 .for_each(|(key, value)| add_flat(key, value, &mut flat));
         }
-        Self { metrics, run, flat }
+        Self {
+            metrics,
+            run,
+            settings,
+            flat,
+        }
     }
 }
 
@@ -88,9 +103,37 @@ impl Lines for MetricsLines {
     }
 
     fn of_step(figures: &StepFigures<'_>) -> io::Result<String> {
-        let line = NewLine::new(figures.metrics, figures.run);
+        let line = NewLine::new(figures);
         serde_json::to_string(&line).map_err(io::Error::from)
     }
+}
+
+/// A measured run: its settings and its seconds a step.
+pub(crate) struct MeasuredSteps {
+    pub(crate) settings: TimedRecord,
+    pub(crate) step_s: Vec<f64>,
+}
+
+/// The steps of each run in the text of a metrics file that has its settings.
+pub(crate) fn measured_steps(text: &str) -> Result<Vec<MeasuredSteps>, String> {
+    #[derive(Deserialize)]
+    struct StepLine {
+        step_ms: f64,
+        settings: Option<TimedRecord>,
+    }
+    let mut runs: Vec<MeasuredSteps> = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let StepLine { step_ms, settings } =
+            serde_json::from_str(line).map_err(|error| format!("line {}: {error}", index + 1))?;
+        if let Some(settings) = settings {
+            let step_s = Vec::new();
+            runs.push(MeasuredSteps { settings, step_s });
+        }
+        if let Some(run) = runs.last_mut() {
+            run.step_s.push(step_ms / 1e3);
+        }
+    }
+    Ok(runs)
 }
 
 /// The steps up to `last` of a metrics file, in order; none if it cannot be read.
@@ -246,7 +289,13 @@ mod tests {
             loss: f64::NAN,
             ..StepMetrics::default()
         };
-        let text = serde_json::to_string(&NewLine::new(&metrics, "aa")).unwrap();
+        let line = NewLine::new(&StepFigures {
+            metrics: &metrics,
+            mfu: None,
+            run: "aa",
+            settings: None,
+        });
+        let text = serde_json::to_string(&line).unwrap();
         assert!(text.starts_with(START), "{text}");
         let line: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(line["memory.peak_bytes"], line["memory"]["peak_bytes"]);

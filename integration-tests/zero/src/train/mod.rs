@@ -1,6 +1,6 @@
 //! `zero train`: from flags to a run, and from its results to text.
 
-mod backend;
+pub(crate) mod backend;
 mod checks;
 mod choices;
 mod csv_file;
@@ -13,7 +13,7 @@ mod line_file;
 mod loss_curve;
 mod memory_picture;
 mod memory_table;
-mod metrics_file;
+pub(crate) mod metrics_file;
 mod mpi;
 mod observer;
 mod opening;

@@ -23,6 +23,7 @@ use crate::memory::limits::resident_peak_bytes;
 use crate::output::{print_note, print_text, progress_bar, show_progress};
 use crate::settings::args::Output;
 use crate::settings::record::RUN_JSON;
+use crate::settings::record::TimedRecord;
 use crate::settings::samples::Samples;
 use zero_trainer::{MemoryTrace, RankSummary, StepMetrics, Validation};
 
@@ -201,6 +202,8 @@ impl Observer {
 /// The files that a run adds to in each step.
 struct Outputs {
     run: String,
+    /// Until the first step has been written.
+    settings: Option<Box<TimedRecord>>,
     metrics: Option<LineFile<MetricsLines>>,
     csv: Option<LineFile<CsvLines>>,
     tensorboard: Option<EventFiles>,
@@ -214,6 +217,11 @@ impl Outputs {
         let path = |path: &Option<PathBuf>| path.clone().filter(|_| has_steps);
         Ok(Self {
             run: options.run_id.clone(),
+            settings: Some(Box::new(TimedRecord {
+                record: setup.record.clone(),
+                threads: setup.workload.threads,
+                node_ranks: setup.settings.node_ranks,
+            })),
             metrics: optional(Output::Metrics, path(&setup.metrics), setup, |path| {
                 LineFile::new(path, options)
             })?,
@@ -239,11 +247,18 @@ impl Outputs {
     fn write(&mut self, metrics: &StepMetrics, mfu: Option<f64>) -> Result<(), CliError> {
         let Self {
             run,
+            settings,
             metrics: lines,
             csv,
             tensorboard,
         } = self;
-        let figures = StepFigures { metrics, mfu, run };
+        let settings = settings.take();
+        let figures = StepFigures {
+            metrics,
+            mfu,
+            run,
+            settings: settings.as_deref(),
+        };
         lines.as_mut().map_or(Ok(()), |file| file.write(&figures))?;
         csv.as_mut().map_or(Ok(()), |file| file.write(&figures))?;
         tensorboard

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use zero_shard::ZeroStage;
-use zero_simulator::{Attention, Cluster, Costs, Software};
+use zero_simulator::{Cluster, Costs};
 
-use super::{MEASURED_GPUS, SimulateArgs, SimulatedOn, cluster, shape, with_hardware};
+use super::{MEASURED_GPUS, SimulateArgs, SimulatedOn, cluster, shape, software, with_hardware};
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
 use crate::plan::stage::{evaluate, fits};
@@ -58,18 +58,9 @@ impl Machines {
             return Err(CliError::Usage("--hardware says no machine".to_owned()));
         };
         let (request, _) = Request::new(&base)?;
-        let units = request.model.units.iter();
-        let elems = units.map(|unit| {
-            let params = unit.params.iter();
-            params
-                .map(|param| param.numel_elems())
-                .sum::<Result<u64, _>>()
-        });
-        let elems = elems
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(CliError::usage)?;
+        let largest_unit = request.model.largest_unit_elems();
         Ok(Self {
-            largest_unit: elems.into_iter().max().unwrap_or(0),
+            largest_unit: largest_unit.map_err(CliError::usage)?,
             request,
             on,
             cluster,
@@ -106,12 +97,11 @@ impl Machines {
         let costs = Costs {
             machine: &self.on.machine,
             shape: &shape,
-            software: &Software {
-                attention: Attention::Fused,
-                wide_reduce: false,
-                fp8: false,
-                recompute: candidate.checkpointing,
-            },
+            software: &software(
+                &self.on.machine,
+                self.request.dtype,
+                candidate.checkpointing,
+            ),
             efficiencies: &self.on.efficiencies,
         };
         let passes = costs.passes(candidate.micro_batch, candidate.stage > 0);

@@ -3,28 +3,28 @@
 
 mod machines;
 mod predict;
+mod prepared;
+mod runs;
 mod sweep;
 mod timeline;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use zero_alloc::device::DType;
 use zero_shard::{ShardError, ZeroStage};
 use zero_simulator::{
-    Attention, Cluster, Costs, Efficiencies, Machine, MachineError, Run, Shape, Software, Step,
-    Units, likely_range,
+    Cluster, Efficiencies, Machine, MachineError, Step, from_text, likely_range, to_text,
 };
 
 use super::request::Request;
 use super::{PlanArgs, Report};
 use crate::error::CliError;
-use crate::flags::parse_params;
+use crate::flags::{DTypeFlag, parse_params};
+use crate::settings::communication::BUCKET_ELEMS;
 
 pub(crate) use machines::Machines;
-pub(super) use predict::run as predict;
+use prepared::{Prepared, shape, software};
 
 /// GPUs of the largest published run that the formulas were compared with.
 const MEASURED_GPUS: u64 = 128;
@@ -36,12 +36,17 @@ pub struct SimulateArgs {
     #[arg(long, requires = "hardware")]
     pub simulate: bool,
     /// GPUs and nodes: a machine (v100-32g, a100-40g, a100-80g, h100-80g, h200-141g, b200-180g,
-    /// rtx4090-24g, or a JSON file) with GPUs of a node x nodes, such as h100-80g:8x64
+    /// rtx4090-24g, or a file of zero measure) with GPUs of a node x nodes, such as h100-80g:8x64
     #[arg(long, value_name = "NAME:GPUSxNODES")]
     pub hardware: Option<String>,
     /// The parts of the machine's figures that a program reaches, from --save-efficiencies; without
     /// it those of our trainer on one H200
-    #[arg(long, value_name = "FILE.json", requires = "simulate")]
+    #[arg(
+        long,
+        value_name = "FILE.toml",
+        requires = "simulate",
+        conflicts_with = "calibrate"
+    )]
     pub efficiencies: Option<PathBuf>,
     /// Tokens of the whole training, such as 1.4T: days and GPU hours are printed
     #[arg(long, value_name = "COUNT", value_parser = parse_params, requires = "simulate")]
@@ -55,19 +60,20 @@ pub struct SimulateArgs {
     /// Write the simulated steps of the fastest stage that fits as a timeline for Perfetto
     #[arg(long, value_name = "FILE.json", requires = "simulate")]
     pub timeline: Option<PathBuf>,
-    /// Measured steps to calibrate on: a CSV file with the columns of
+    /// Measured steps to calibrate on: files of zero train --metrics, of runs on --hardware, of which
+    /// GPUS is that of a node; or a CSV file with the columns of
     /// integration-tests/simulator/tests/data/steps.csv, of one machine and software
-    #[arg(long, value_name = "A.csv", requires = "predict")]
-    pub calibrate: Option<PathBuf>,
-    /// Steps to predict, with the same columns: prints them with predicted_tok_s_gpu, then the errors
-    #[arg(long, value_name = "B.csv", requires = "calibrate")]
-    pub predict: Option<PathBuf>,
-    /// The rows of --calibrate that count: all, or at most eight by a rule that does not look at
-    /// their times
+    #[arg(long, value_name = "FILE.jsonl|A.csv", num_args = 1..)]
+    pub calibrate: Vec<PathBuf>,
+    /// Steps to predict, in the same form: prints predictions and measurements, then the errors
+    #[arg(long, value_name = "FILE.jsonl|B.csv", num_args = 1.., requires = "calibrate")]
+    pub predict: Vec<PathBuf>,
+    /// The rows of a CSV file that count: all, or at most eight by a rule that does not look at their
+    /// times
     #[arg(long, value_enum, default_value_t, requires = "calibrate")]
     pub rows: predict::Rows,
     /// Where to write the efficiencies that --calibrate finds
-    #[arg(long, value_name = "FILE.json", requires = "calibrate")]
+    #[arg(long, value_name = "FILE.toml", requires = "calibrate")]
     pub save_efficiencies: Option<PathBuf>,
 }
 
@@ -119,13 +125,13 @@ pub(crate) struct SimulatedOn {
 
 /// The GPUs of `--hardware`.
 pub(crate) fn cluster(value: &str) -> Result<Cluster, CliError> {
-    let find = |name: &str| match name.ends_with(".json") {
+    let find = |name: &str| match name.ends_with(".json") || name.ends_with(".toml") {
         true => {
             let text = std::fs::read_to_string(name).map_err(|source| MachineError::Read {
                 file: name.to_owned(),
                 source,
             })?;
-            Machine::from_json(&text, name)
+            Machine::parse(&text, name)
         }
         false => Machine::preset(name),
     };
@@ -147,9 +153,43 @@ pub(super) fn with_hardware(args: &PlanArgs) -> Result<PlanArgs, CliError> {
     }
     args.gpus = Some(gpus);
     args.nodes = cluster.nodes as u64;
-    args.gpu_memory
-        .get_or_insert(cluster.machine.memory_bytes as u64);
+    let mut memory_bytes = cluster.machine.memory_bytes as u64;
+    if cluster.machine.cores.is_some() {
+        // The ranks of a host share its memory, and have the defaults of a run on the host.
+        memory_bytes /= cluster.gpus_per_node as u64;
+        if args.config.is_none() {
+            args.dtype.get_or_insert(DTypeFlag::Fp32);
+            args.bucket_elems.get_or_insert(BUCKET_ELEMS as u64);
+        }
+    }
+    args.gpu_memory.get_or_insert(memory_bytes);
     Ok(args)
+}
+
+impl Calibration {
+    /// Writes it to `path`.
+    fn write(&self, path: &Path) -> Result<(), CliError> {
+        let file = path.display().to_string();
+        let text = to_text(self, &file).map_err(CliError::failure)?;
+        std::fs::write(path, text).map_err(|error| CliError::Failure(format!("{file}: {error}")))
+    }
+}
+
+/// Calibrates and predicts, if that is all that the flags ask for. Returns whether it is.
+pub(super) fn predicted(args: &SimulateArgs) -> Result<bool, CliError> {
+    let Some(first) = args.calibrate.first() else {
+        return Ok(false);
+    };
+    let is_table = first.extension().is_some_and(|end| end == "csv");
+    match (is_table, args.predict.is_empty()) {
+        (true, false) => predict::run(args).map(|()| true),
+        (true, true) => Err(CliError::Usage(
+            "--calibrate with a table: pass --predict with another one, or the same".to_owned(),
+        )),
+        (false, false) => runs::predict(args).map(|()| true),
+        (false, true) if args.simulate => Ok(false),
+        (false, true) => runs::show(args).map(|()| true),
+    }
 }
 
 impl SimulatedOn {
@@ -159,13 +199,18 @@ impl SimulatedOn {
         let Some(hardware) = simulate.hardware.as_ref().filter(|_| simulate.simulate) else {
             return Ok(None);
         };
-        let calibration = simulate.efficiencies.as_deref().map(read).transpose()?;
+        let machine = cluster(hardware)?.machine;
+        let calibration = match &simulate.efficiencies {
+            Some(path) => Some(read(path)?),
+            None if simulate.calibrate.is_empty() => None,
+            None => Some(runs::calibration(simulate)?),
+        };
         let (efficiencies, calibrated_on) = match calibration {
             Some(calibration) => (calibration.efficiencies, Some(calibration.source)),
-            None => (Efficiencies::OURS, None),
+            None => (Efficiencies::ours(&machine), None),
         };
         Ok(Some(Self {
-            machine: cluster(hardware)?.machine,
+            machine,
             efficiencies,
             calibrated_on,
             tokens: simulate.tokens,
@@ -182,53 +227,14 @@ impl SimulatedOn {
         let Some(config) = request.model.config.clone() else {
             return Ok(None);
         };
-        if let Some(what) = unknown(request) {
-            tracing::warn!("{stage} is not simulated: the formulas do not know {what}");
-            return Ok(None);
-        }
-        let shape = shape(request, config.parameter_count());
-        let software = Software {
-            attention: Attention::Fused,
-            wide_reduce: false,
-            fp8: false,
-            recompute: request.checkpointing,
-        };
-        let settings = request.settings(stage, largest_unit);
-        let [gpus, nodes] = [request.gpus, request.nodes];
-        let cut = {
-            let config = config.clone();
-            Arc::new(move |param: &_| config.tensor_cut(param))
-        };
-        let units = Units {
-            units: config.units(),
-            passes: config.passes(),
-            cut,
-        };
-        let ranks = [gpus as usize, (gpus / nodes) as usize];
-        let micro_batch = request.micro_batch;
-        let run = Run::new(
-            ranks,
-            settings,
-            units,
-            &shape,
-            micro_batch,
-            request.checkpointing,
-        );
-        // Groups that do not fit the stage, or state on NVMe, which needs a file.
-        let schedules = match run.schedules() {
-            Ok(schedules) => schedules,
-            Err(error) => {
-                tracing::warn!("{stage} is not simulated: {error}");
+        let prepared = Prepared::new(&self.machine, request, stage, largest_unit, None);
+        let step = match prepared {
+            Ok(prepared) => prepared.step(&self.efficiencies),
+            Err(why) => {
+                tracing::warn!("{stage} is not simulated: {why}");
                 return Ok(None);
             }
         };
-        let costs = Costs {
-            machine: &self.machine,
-            shape: &shape,
-            software: &software,
-            efficiencies: &self.efficiencies,
-        };
-        let step = schedules.step(&costs);
         let flops_per_token = config.flops_per_token(request.seq_len as usize);
         Ok(Some((
             self.simulated(request, &step, flops_per_token),
@@ -262,16 +268,6 @@ impl SimulatedOn {
     }
 }
 
-/// A setting whose cost the formulas do not know.
-fn unknown(request: &Request) -> Option<&'static str> {
-    match request {
-        _ if request.mesh.sequence_ranks() > 1 => Some("ranks that share sequences (--ulysses)"),
-        _ if request.dtype == DType::F32 => Some("products in fp32; use --dtype bf16 or fp16"),
-        _ if request.offload.activations => Some("--offload-activations"),
-        _ => None,
-    }
-}
-
 /// The bottleneck of a step: where less than a tenth of it is exposed, the GPU itself.
 fn bound(step: &Step) -> &'static str {
     if step.idle_s < 0.1 * step.seconds {
@@ -285,29 +281,11 @@ fn bound(step: &Step) -> &'static str {
     }
 }
 
-fn shape(request: &Request, params: u64) -> Shape {
-    let sizes = &request.model.shape;
-    let config = request.model.config.as_ref();
-    let kv_heads = config.map_or(sizes.heads, |config| config.kv_heads() as u64);
-    let gated = matches!(config, Some(zero_models::ModelConfig::Llama(_)));
-    Shape {
-        layers: sizes.layers,
-        width: sizes.hidden,
-        heads: sizes.heads,
-        kv_heads,
-        ffn: sizes.inner,
-        gated,
-        vocab: sizes.vocab,
-        seq: request.rank_tokens(),
-        params,
-    }
-}
-
 fn read(path: &Path) -> Result<Calibration, CliError> {
     let shown = path.display();
     let text = std::fs::read_to_string(path)
         .map_err(|error| CliError::Usage(format!("--efficiencies {shown}: {error}")))?;
-    serde_json::from_str(&text).map_err(|error| {
+    from_text(&text, &shown.to_string()).map_err(|error| {
         CliError::Usage(format!(
             "--efficiencies {shown}: {error}; pass a file that --save-efficiencies wrote"
         ))

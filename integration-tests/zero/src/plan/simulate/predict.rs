@@ -73,7 +73,7 @@ fn fit_to(rows: &[SimulatedRow], used: &[usize]) -> Result<Fit, CliError> {
         .iter()
         .filter_map(|&row| rows[row].row.measured)
         .collect();
-    fit(&measured, |efficiencies, index| {
+    fit(&Efficiencies::PRIOR, &measured, |efficiencies, index| {
         rows[used[index]].speed(efficiencies)
     })
     .map_err(CliError::usage)
@@ -89,9 +89,11 @@ fn same(a: &Row, b: &Row) -> bool {
 }
 
 /// Prints the predicted table, and the errors of its measured rows.
-pub(crate) fn run(args: &SimulateArgs) -> Result<(), CliError> {
-    let (Some(calibrate), Some(predict)) = (&args.calibrate, &args.predict) else {
-        return Ok(());
+pub(super) fn run(args: &SimulateArgs) -> Result<(), CliError> {
+    let ([calibrate], [predict]) = (&args.calibrate[..], &args.predict[..]) else {
+        return Err(CliError::Usage(
+            "--calibrate and --predict with tables: one file each".to_owned(),
+        ));
     };
     let known = Table::read(calibrate).map_err(CliError::usage)?;
     let table = Table::read(predict).map_err(CliError::usage)?;
@@ -106,9 +108,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<(), CliError> {
             efficiencies: fitted.efficiencies,
             residuals: fitted.residuals.clone(),
         };
-        let text = serde_json::to_string_pretty(&calibration).map_err(CliError::failure)?;
-        std::fs::write(path, text + "\n")
-            .map_err(|error| CliError::Failure(format!("{}: {error}", path.display())))?;
+        calibration.write(path)?;
     }
 
     let predicted: Vec<f64> = all(&table.rows)?
