@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use parking_lot::Mutex;
 use zero_simulator::Machine;
 
 use crate::error::CliError;
@@ -34,8 +35,8 @@ pub struct MeasureArgs {
     pub network_gb_per_s: Option<f64>,
 }
 
-/// The time of one measurement; each is about a tenth of the whole.
-const TIME: Duration = Duration::from_secs(4);
+/// The time of one measurement.
+const TIME: Duration = Duration::from_secs(2);
 /// Fewer runs have no median.
 const LEAST_RUNS: usize = 5;
 
@@ -45,6 +46,12 @@ const LEAST_RUNS: usize = 5;
 /// The file exists and is no machine file, or something cannot be measured.
 pub fn run(args: &MeasureArgs) -> Result<(), CliError> {
     check_out(&args.out)?;
+    let machine = measure(args)?;
+    write(&args.out, &machine)?;
+    print_text(text(&machine, &args.out))
+}
+
+fn measure(args: &MeasureArgs) -> Result<Machine, CliError> {
     let scratch = args.scratch.clone().unwrap_or_else(std::env::temp_dir);
     let mut machine = match gpu::is_used(args.device)? {
         true => gpu::measure()?,
@@ -55,8 +62,20 @@ pub fn run(args: &MeasureArgs) -> Result<(), CliError> {
     if let Some(network) = args.network_gb_per_s {
         machine.network_bytes_per_s = network * 1e9;
     }
-    write(&args.out, &machine)?;
-    print_text(text(&machine, &args.out))
+    Ok(machine)
+}
+
+/// This machine, for `--hardware this:GPUSxNODES`. Measured once a process.
+///
+/// # Errors
+/// Something cannot be measured.
+pub(crate) fn this_machine() -> Result<Machine, CliError> {
+    static MACHINE: Mutex<Option<Machine>> = Mutex::new(None);
+    let mut kept = MACHINE.lock();
+    match &*kept {
+        Some(machine) => Ok(machine.clone()),
+        None => Ok(kept.insert(measure(&MeasureArgs::default())?).clone()),
+    }
 }
 
 /// Shows what is measured next.

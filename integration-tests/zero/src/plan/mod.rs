@@ -23,8 +23,8 @@ use crate::output::{print_note, print_text};
 use crate::settings::args::{MeshArgs, OffloadArgs};
 pub(crate) use report::Report;
 pub(crate) use request::Request;
-pub(crate) use simulate::Machines;
 use simulate::SimulateArgs;
+pub(crate) use simulate::{Machines, calibrated};
 pub(crate) use stage::evaluate;
 
 /// The architectures that a shape can have.
@@ -166,15 +166,15 @@ pub fn run(args: &PlanArgs) -> Result<(), CliError> {
         return Ok(());
     }
     let args = &simulate::with_hardware(args)?;
-    let (request, report, notices) = plan_of(args)?;
+    let (request, mut report, notices) = plan_of(args)?;
     for notice in notices {
         print_note(format_args!("warning: {notice}"));
     }
+    report.sweep = simulate::extras(args, &request, &report)?;
     if args.json {
         print_text(serde_json::to_string_pretty(&report).map_err(CliError::failure)? + "\n")
     } else {
-        let extras = simulate::extras(args, &request, &report)?;
-        print_text(table::text(&report) + &extras)
+        print_text(table::text(&report) + &simulate::sweep_table(&report.sweep))
     }
 }
 

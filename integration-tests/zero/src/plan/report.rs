@@ -6,7 +6,7 @@ use zero_shard::{Routing, ShardError, Sharding, ZeroStage};
 use super::advice;
 use super::largest::{largest_model_params, longest_seq_len};
 use super::request::Request;
-use super::simulate::SimulatedOn;
+use super::simulate::{Point, SimulatedOn};
 use super::stage::{Stage, evaluate_on, layout};
 use zero_trainer::{Home, OffloadSettings};
 
@@ -48,6 +48,9 @@ pub(crate) struct Report {
     pub(crate) topologies: Vec<Topology>,
     /// `None` if no stage fits.
     pub(crate) recommended_stage: Option<u8>,
+    /// The points of `--sweep`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) sweep: Vec<Point>,
     /// Recommendations, one sentence each.
     pub(crate) advice: Vec<String>,
 }
@@ -132,6 +135,7 @@ impl Report {
             largest_unit_elems,
             topologies: topologies(request)?,
             recommended_stage: recommended,
+            sweep: Vec::new(),
             advice: advice::advice(request, &layout, &stages, recommended)?,
             stages,
         })

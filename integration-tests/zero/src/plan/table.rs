@@ -5,6 +5,7 @@ use std::fmt::Write;
 use indicatif::{HumanBytes, HumanCount};
 
 use super::report::Report;
+use super::simulate::calibrated;
 use super::stage::Stage;
 
 const NOTES: &str = "\
@@ -86,11 +87,7 @@ fn simulated(report: &Report) -> String {
             step.bound.to_owned(),
         ]);
     }
-    let calibrated = match &on.calibrated_on {
-        Some(source) => format!("calibrated on {source}"),
-        None => "not calibrated: as our trainer on one H200, with the links of other software"
-            .to_owned(),
-    };
+    let calibrated = calibrated(on.calibrated_on.as_deref(), on.machine.cores.is_some());
     let mut text = format!("\nSimulated steps on {}, {calibrated}:\n", on.machine.name);
     text += &grid(&rows);
     for (stage, _, step) in &stages {

@@ -85,6 +85,8 @@ pub(crate) struct Tuned {
     /// Combinations that the trainer refuses.
     pub(crate) refused: usize,
     pub(crate) calibrated_on: Option<String>,
+    #[serde(skip)]
+    pub(crate) on_host: bool,
     pub(crate) extrapolated: bool,
     /// Fastest first.
     pub(crate) best: Vec<Choice>,

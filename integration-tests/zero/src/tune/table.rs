@@ -6,13 +6,10 @@ use indicatif::HumanCount;
 
 use super::{Choice, Tuned};
 use crate::output::{bytes, counted};
+use crate::plan::calibrated;
 
 pub(super) fn text(tuned: &Tuned, model: &str) -> String {
-    let calibrated = match &tuned.calibrated_on {
-        Some(source) => format!("calibrated on {source}"),
-        None => "not calibrated: as our trainer on one H200, with the links of other software"
-            .to_owned(),
-    };
+    let calibrated = calibrated(tuned.calibrated_on.as_deref(), tuned.on_host);
     let mut text = format!(
         "{} on {}, {}: {} configurations, {} simulated, {} did not fit {}, {} are refused; {calibrated}\n",
         tuned.model,

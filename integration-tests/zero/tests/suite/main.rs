@@ -18,6 +18,7 @@ mod place;
 mod plan_and_train;
 mod record;
 mod samples;
+mod simulated;
 mod store;
 mod support;
 mod validation;

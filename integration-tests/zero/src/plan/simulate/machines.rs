@@ -175,6 +175,7 @@ impl Machines {
             did_not_fit,
             refused,
             calibrated_on: self.on.calibrated_on.clone(),
+            on_host: self.on.machine.cores.is_some(),
             extrapolated: request.gpus > MEASURED_GPUS,
             best,
         }

@@ -21,10 +21,13 @@ use super::request::Request;
 use super::{PlanArgs, Report};
 use crate::error::CliError;
 use crate::flags::{DTypeFlag, parse_params};
+use crate::measure;
 use crate::settings::communication::BUCKET_ELEMS;
 
 pub(crate) use machines::Machines;
 use prepared::{Prepared, shape, software};
+pub(crate) use sweep::Point;
+pub(super) use sweep::table as sweep_table;
 
 /// GPUs of the largest published run that the formulas were compared with.
 const MEASURED_GPUS: u64 = 128;
@@ -36,7 +39,7 @@ pub struct SimulateArgs {
     #[arg(long, requires = "hardware")]
     pub simulate: bool,
     /// GPUs and nodes: a machine (v100-32g, a100-40g, a100-80g, h100-80g, h200-141g, b200-180g,
-    /// rtx4090-24g, or a file of zero measure) with GPUs of a node x nodes, such as h100-80g:8x64
+    /// rtx4090-24g, this for the machine at hand, or a file of zero measure) with GPUs of a node x nodes, such as h100-80g:8x64
     #[arg(long, value_name = "NAME:GPUSxNODES")]
     pub hardware: Option<String>,
     /// The parts of the machine's figures that a program reaches, from --save-efficiencies; without
@@ -60,6 +63,9 @@ pub struct SimulateArgs {
     /// Write the simulated steps of the fastest stage that fits as a timeline for Perfetto
     #[arg(long, value_name = "FILE.json", requires = "simulate")]
     pub timeline: Option<PathBuf>,
+    /// A measured step to draw beside it: the trace.json of zero train --report
+    #[arg(long, value_name = "TRACE.json", requires = "timeline")]
+    pub timeline_beside: Option<PathBuf>,
     /// Measured steps to calibrate on: files of zero train --metrics, of runs on --hardware, of which
     /// GPUS is that of a node; or a CSV file with the columns of
     /// integration-tests/simulator/tests/data/steps.csv, of one machine and software
@@ -125,15 +131,22 @@ pub(crate) struct SimulatedOn {
 
 /// The GPUs of `--hardware`.
 pub(crate) fn cluster(value: &str) -> Result<Cluster, CliError> {
-    let find = |name: &str| match name.ends_with(".json") || name.ends_with(".toml") {
-        true => {
+    let name = value.rsplit_once(':').map_or(value, |(name, _)| name);
+    let is_file = name.ends_with(".json") || name.ends_with(".toml");
+    let machine = match name {
+        "this" => Some(measure::this_machine()?),
+        _ => None,
+    };
+    let find = |name: &str| match machine {
+        Some(machine) => Ok(machine),
+        None if is_file => {
             let text = std::fs::read_to_string(name).map_err(|source| MachineError::Read {
                 file: name.to_owned(),
                 source,
             })?;
             Machine::parse(&text, name)
         }
-        false => Machine::preset(name),
+        None => Machine::preset(name),
     };
     Cluster::parse(value, find).map_err(CliError::usage)
 }
@@ -268,6 +281,18 @@ impl SimulatedOn {
     }
 }
 
+/// What a simulation relies on, in words.
+pub(crate) fn calibrated(source: Option<&str>, on_host: bool) -> String {
+    match (source, on_host) {
+        (Some(source), _) => format!("calibrated on {source}"),
+        (None, true) => "not calibrated: as our trainer on another host".to_owned(),
+        (None, false) => {
+            "not calibrated: as our trainer on one H200, with the links of other software"
+                .to_owned()
+        }
+    }
+}
+
 /// The bottleneck of a step: where less than a tenth of it is exposed, the GPU itself.
 fn bound(step: &Step) -> &'static str {
     if step.idle_s < 0.1 * step.seconds {
@@ -292,20 +317,21 @@ fn read(path: &Path) -> Result<Calibration, CliError> {
     })
 }
 
-/// Writes the files of `--sweep` and `--timeline`, and returns the text of the sweep.
+/// Writes the files of `--sweep` and `--timeline`, and returns the points of the sweep.
 pub(super) fn extras(
     args: &PlanArgs,
     request: &Request,
     report: &Report,
-) -> Result<String, CliError> {
+) -> Result<Vec<Point>, CliError> {
     let Some(on) = &report.simulated_on else {
-        return Ok(String::new());
+        return Ok(Vec::new());
     };
     if let Some(path) = &args.simulate.timeline {
-        timeline::write(path, request, on, report)?;
+        let beside = args.simulate.timeline_beside.as_deref();
+        timeline::write(path, beside, request, on, report)?;
     }
     match args.simulate.sweep {
         Some(gpus) => sweep::run(args, gpus, on),
-        None => Ok(String::new()),
+        None => Ok(Vec::new()),
     }
 }

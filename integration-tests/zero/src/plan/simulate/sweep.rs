@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use indicatif::HumanCount;
 use plotters::prelude::*;
+use serde::Serialize;
 
 use super::{SimulatedOn, cluster};
 use crate::error::CliError;
@@ -36,7 +37,8 @@ impl FromStr for Gpus {
 }
 
 /// The speed of one stage on a number of GPUs.
-struct Point {
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Point {
     gpus: u64,
     stage: u8,
     step_ms: f64,
@@ -46,11 +48,11 @@ struct Point {
     extrapolated: bool,
 }
 
-/// The text of the sweep; draws it if asked to.
-pub(super) fn run(args: &PlanArgs, gpus: Gpus, on: &SimulatedOn) -> Result<String, CliError> {
+/// The points of the sweep; draws it if asked to.
+pub(super) fn run(args: &PlanArgs, gpus: Gpus, on: &SimulatedOn) -> Result<Vec<Point>, CliError> {
     let of_node = match &args.simulate.hardware {
         Some(hardware) => cluster(hardware)?.gpus_per_node as u64,
-        None => return Ok(String::new()),
+        None => return Ok(Vec::new()),
     };
     let mut points = Vec::new();
     let mut count = gpus.from;
@@ -86,10 +88,14 @@ pub(super) fn run(args: &PlanArgs, gpus: Gpus, on: &SimulatedOn) -> Result<Strin
             CliError::Failure(format!("--sweep-svg {}: {error}", path.display()))
         })?;
     }
-    Ok(table(&points))
+    Ok(points)
 }
 
-fn table(points: &[Point]) -> String {
+/// The points as text; empty without any.
+pub(crate) fn table(points: &[Point]) -> String {
+    if points.is_empty() {
+        return String::new();
+    }
     let mut text = "\n   GPUs  stage     step ms      tokens/s    MFU\n".to_owned();
     for point in points {
         let note = match (point.fits, point.extrapolated) {

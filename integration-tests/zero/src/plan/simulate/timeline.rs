@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use zero_shard::ZeroStage;
 use zero_simulator::Step;
 
@@ -13,6 +13,7 @@ use crate::plan::{Report, Request};
 /// Writes the steps of the fastest stage that fits, or of the fastest.
 pub(super) fn write(
     path: &Path,
+    beside: Option<&Path>,
     request: &Request,
     on: &SimulatedOn,
     report: &Report,
@@ -36,27 +37,64 @@ pub(super) fn write(
     let Some((_, step)) = step else {
         return Ok(());
     };
-    let text = serde_json::to_string(&events(&step)).map_err(CliError::failure)?;
+    let mut events = events(&step);
+    if let Some(beside) = beside {
+        events.push(process(SIMULATED, "simulated"));
+        events.push(process(MEASURED, "measured"));
+        events.extend(measured(beside)?);
+    }
+    let text = json!({"traceEvents": events}).to_string();
     std::fs::write(path, text)
         .map_err(|error| CliError::Failure(format!("--timeline {}: {error}", path.display())))
 }
 
+/// The processes of a timeline.
+const SIMULATED: u32 = 0;
+const MEASURED: u32 = 1;
+
+fn process(pid: u32, name: &str) -> Value {
+    json!({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+}
+
+/// The events of the `trace.json` of `zero train --report`, as another process that begins at 0.
+fn measured(path: &Path) -> Result<Vec<Value>, CliError> {
+    let error = |what: &dyn std::fmt::Display| {
+        CliError::Usage(format!(
+            "--timeline-beside {}: {what}; pass the trace.json of zero train --report",
+            path.display()
+        ))
+    };
+    let text = std::fs::read_to_string(path).map_err(|e| error(&e))?;
+    let trace: Value = serde_json::from_str(&text).map_err(|e| error(&e))?;
+    let events = trace.get("traceEvents").unwrap_or(&trace).as_array();
+    let mut events = events.cloned().ok_or_else(|| error(&"no list of events"))?;
+    let starts = events.iter().filter_map(|event| event["ts"].as_f64());
+    let first = starts.fold(f64::INFINITY, f64::min);
+    for event in events.iter_mut().filter_map(Value::as_object_mut) {
+        event.insert("pid".to_owned(), MEASURED.into());
+        if let Some(start) = event.get("ts").and_then(Value::as_f64) {
+            event.insert("ts".to_owned(), (start - first).into());
+        }
+    }
+    Ok(events)
+}
+
 /// Chrome's trace events, which Perfetto opens: one track a stream, in microseconds.
-fn events(step: &Step) -> serde_json::Value {
+fn events(step: &Step) -> Vec<Value> {
     let mut tracks: Vec<&str> = step.spans.iter().map(|span| &*span.stream).collect();
     tracks.sort_unstable();
     tracks.dedup();
     let names = tracks.iter().enumerate().map(|(track, name)| {
-        json!({"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": name}})
+        json!({"ph": "M", "pid": SIMULATED, "tid": track, "name": "thread_name", "args": {"name": name}})
     });
     let spans = step.spans.iter().filter(|span| span.end > span.start);
     let spans = spans.map(|span| {
         let track = tracks.iter().position(|track| *track == &*span.stream);
         let us = |time: std::time::Duration| time.as_nanos() as f64 / 1e3;
         json!({
-            "ph": "X", "pid": 0, "tid": track, "name": span.label, "cat": span.phase,
+            "ph": "X", "pid": SIMULATED, "tid": track, "name": span.label, "cat": span.phase,
             "ts": us(span.start), "dur": us(span.end - span.start),
         })
     });
-    json!({"traceEvents": names.chain(spans).collect::<Vec<_>>()})
+    names.chain(spans).collect()
 }

@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Step times of the trainer on this host, beside those of `zero plan --simulate`.
+
+Measures the machine (`zero measure`), then 25 configurations on two models of each of two sizes and
+GPT-2 124M, three times each and not one after the other; of the three the run with the middle median
+counts. Calibrates on CALIBRATION alone, and prints the errors of the others and whether the order of
+the stages is right. Takes a quarter of an hour on two cores; nothing else may run.
+
+    cargo build --release -p zero --bins
+    benches/simulated_cpu.py target/release/zero FOLDER
+"""
+
+import array
+import json
+import os
+import random
+import statistics
+import struct
+import subprocess
+import sys
+
+# Layers, width, heads, vocabulary.
+MODELS = {
+    "a": (6, 256, 8, 1024),
+    "b": (6, 512, 8, 8192),
+    "c": (12, 256, 4, 2048),
+    "d": (8, 384, 6, 16384),
+    "e": (4, 768, 12, 4096),
+}
+CALIBRATION = [
+    "--model a --ranks 1 --stage 2",
+    "--model b --ranks 2 --stage 3",
+    "--model gpt2-124m --ranks 2 --stage 2 --seq-len 64 --micro-batch 1",
+]
+# Only their stages differ.
+STAGES = [f"--model a --ranks 2 --stage {stage}" for stage in range(4)]
+OTHERS = [
+    "--model nano --ranks 1 --stage 0",
+    "--model nano --ranks 2 --stage 1 --seq-len 256",
+    "--model nano --ranks 4 --stage 3 --micro-batch 8",
+    "--model nano --ranks 2 --stage 3 --grad-accum 4",
+    "--model a --ranks 4 --stage 2 --grad-accum 2",
+    "--model a --ranks 4 --stage 1 --offload cpu",
+    "--model b --ranks 1 --stage 0",
+    "--model b --ranks 2 --stage 0",
+    "--model b --ranks 2 --stage 1",
+    "--model b --ranks 4 --stage 3 --micro-batch 1",
+    "--model b --ranks 2 --stage 3 --micro-batch 1 --grad-accum 4",
+    "--model b --ranks 2 --stage 2 --offload cpu",
+    "--model c --ranks 4 --stage 2 --seq-len 256 --micro-batch 1",
+    "--model c --ranks 1 --stage 1 --activation-checkpointing",
+    "--model d --ranks 2 --stage 3 --offload cpu --offload-params cpu --micro-batch 2",
+    "--model e --ranks 1 --stage 3 --offload cpu",
+    "--model gpt2-124m --ranks 4 --stage 0 --seq-len 64 --micro-batch 1",
+    "--model gpt2-124m --ranks 4 --stage 3 --seq-len 64 --micro-batch 1",
+]
+RUNS = 3
+SECONDS = 6.0
+WARM_UP = 3
+
+
+def write_model(folder, layers, width, heads, vocab):
+    """A GPT-2 in Hugging Face's form, with some weights."""
+    os.makedirs(folder, exist_ok=True)
+    config = {
+        "model_type": "gpt2", "n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": vocab,
+        "n_positions": 1024, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+    }
+    with open(f"{folder}/config.json", "w") as file:
+        json.dump(config, file)
+    draws = random.Random(0)
+    noise = array.array("f", (draws.gauss(0, 0.02) for _ in range(4099)))
+    tensors = {}
+
+    def weight(name, *shape):
+        elems = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        values = array.array("f")
+        while len(values) < elems:
+            values.extend(noise[draws.randrange(999):])
+        tensors[name] = (shape, values[:elems])
+
+    def constant(name, elems, value=0.0):
+        tensors[name] = ((elems,), array.array("f", [value]) * elems)
+
+    def norm(name):
+        constant(f"{name}.weight", width, 1.0)
+        constant(f"{name}.bias", width)
+
+    weight("wte.weight", vocab, width)
+    weight("wpe.weight", 1024, width)
+    for layer in range(layers):
+        block = f"h.{layer}"
+        norm(f"{block}.ln_1")
+        norm(f"{block}.ln_2")
+        for name, rows, columns in [
+            ("attn.c_attn", width, 3 * width), ("attn.c_proj", width, width),
+            ("mlp.c_fc", width, 4 * width), ("mlp.c_proj", 4 * width, width),
+        ]:
+            weight(f"{block}.{name}.weight", rows, columns)
+            constant(f"{block}.{name}.bias", columns)
+    norm("ln_f")
+
+    header, offset = {}, 0
+    for name, (shape, values) in tensors.items():
+        end = offset + 4 * len(values)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(f"{folder}/model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, values in tensors.values():
+            values.tofile(file)
+
+
+def median_ms(path):
+    with open(path) as file:
+        steps = [json.loads(line)["step_ms"] for line in file]
+    return statistics.median(steps[WARM_UP:])
+
+
+def main():
+    zero, folder = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
+    os.makedirs(folder, exist_ok=True)
+    for name, shape in MODELS.items():
+        write_model(f"{folder}/{name}", *shape)
+    draws = random.Random(1)
+    with open(f"{folder}/tokens.bin", "wb") as file:
+        array.array("H", (draws.randrange(256) for _ in range(1_000_000))).tofile(file)
+    machine = f"{folder}/machine.toml"
+    subprocess.run([zero, "measure", "--device", "cpu", "--out", machine], check=True)
+
+    configurations = CALIBRATION + STAGES + OTHERS
+    measured = {configuration: [] for configuration in configurations}
+    for run in range(RUNS):
+        for number, configuration in enumerate(configurations):
+            steps = 12
+            if measured[configuration]:
+                steps = WARM_UP + max(7, min(200, int(SECONDS / (measured[configuration][0][0] / 1e3))))
+            metrics = f"{folder}/{number:02}-{run}.jsonl"
+            if os.path.exists(metrics):
+                os.remove(metrics)
+            flags = configuration.split()
+            if flags[1] in MODELS:
+                flags[1] = f"{folder}/{flags[1]}"
+            command = [
+                zero, "train", "--device", "cpu", "--data", f"{folder}/tokens.bin", "--no-checkpoint",
+                "--steps", str(steps), "--metrics", metrics, *flags,
+            ]
+            subprocess.run(command, check=True, capture_output=True, cwd=folder)
+            measured[configuration].append((median_ms(metrics), metrics))
+    middle = [sorted(measured[configuration])[RUNS // 2] for configuration in configurations]
+
+    files = [path for _, path in middle]
+    calibrated = len(CALIBRATION)
+    command = [
+        zero, "plan", "--hardware", f"{machine}:4x1",
+        "--calibrate", *files[:calibrated], "--predict", *files[calibrated:],
+    ]
+    subprocess.run(command, check=True, cwd=folder)
+    print("measured ms of all runs:")
+    for configuration in configurations:
+        print("  ", ", ".join(f"{ms:.1f}" for ms, _ in measured[configuration]), configuration)
+
+
+main()
