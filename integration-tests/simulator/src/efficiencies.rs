@@ -55,10 +55,10 @@ impl Efficiencies {
     /// Typical values of our trainer on a host, whose peaks `zero measure` measures with the same
     /// products. `slowdown` is then what the threads of a rank lose against ranks of one thread.
     pub const HOST: Self = Self {
-        products: 0.9,
-        attention: 0.5,
-        memory: 0.8,
-        slowdown: 0.1,
+        products: 1.0,
+        attention: 0.7,
+        memory: 1.2,
+        slowdown: 0.05,
         launch_us: 20.0,
         network: 1.0,
     };

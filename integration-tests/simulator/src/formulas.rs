@@ -94,17 +94,17 @@ pub struct Costs<'a> {
 }
 
 /// Figures of the kernels of an [`Attention`], each `[forward, backward]`.
-struct Kernels {
+pub(crate) struct Kernels {
     /// Bytes of a block's elementwise operations, per token and element of the width.
     block_bytes: [f64; 2],
     /// Launches of a block.
-    launches: [f64; 2],
+    pub(crate) launches: [f64; 2],
     /// Bytes of the loss, per token and logit.
     loss_bytes: [f64; 2],
 }
 
 impl Attention {
-    fn kernels(self) -> Kernels {
+    pub(crate) fn kernels(self) -> Kernels {
         match self {
             // Forward: norms 2x4, residuals 2x6, GELU 16. Backward: norms 2x10, residuals 2x6,
             // GELU 24, gradients of biases 18. Loss: cross entropy in 32 bits of 16-bit logits.
@@ -186,7 +186,7 @@ impl Costs<'_> {
         if let Attention::Host { .. } = self.software.attention {
             let elements = self.tokens(micro_batch) * self.shape.width as f64;
             let parameters = self.upcast(self.shape.embedding_params());
-            return [12.0, 16.0].map(|bytes| bytes * elements / self.memory() + parameters);
+            return [12.0, 16.0].map(|bytes| bytes * elements / self.elementwise() + parameters);
         }
         let seconds = 8.0 * self.tokens(micro_batch) * self.shape.width as f64 / self.memory();
         [seconds, seconds]
@@ -200,7 +200,7 @@ impl Costs<'_> {
     ///   FSDP): 8 bytes per parameter, 18 if the reduction has 32 bits.
     /// - The two bounds, GPU and host, are joined as `(gpu^4 + host^4)^(1/4)`. The host launches
     ///   backward kernels in half the time, because C++ launches them.
-    /// - On a host the passes are divided among threads, without launches.
+    /// - On a host a product adds to a gradient, and recomputation leaves out the last product.
     /// - Recomputation adds the forward pass; with flash attention without its last product, whose
     ///   output the backward pass does not read (PyTorch's early stop).
     pub fn block(&self, micro_batch: u64, sharded: bool) -> [f64; 2] {
@@ -212,12 +212,12 @@ impl Costs<'_> {
         let elements = tokens * self.shape.width as f64;
 
         let [mut forward, mut backward] = self.attention(micro_batch);
-        forward += kernels.block_bytes[0] * elements / self.memory();
-        backward += kernels.block_bytes[1] * elements / self.memory();
+        forward += kernels.block_bytes[0] * elements / self.elementwise();
+        backward += kernels.block_bytes[1] * elements / self.elementwise();
         for (n, k) in weights {
             forward += self.product(peak, [tokens, n, k], 1.0);
             backward += self.product(peak, [tokens, k, n], 1.0);
-            backward += self.product(peak, [n, k, tokens], 1.0);
+            backward += self.product(peak, [n, k, tokens], 1.0) + self.added(n * k);
         }
         let copies_grads = matches!(self.software.attention, Attention::Flash | Attention::Plain);
         if sharded && copies_grads {
@@ -231,7 +231,10 @@ impl Costs<'_> {
             forward += parameters;
             backward += parameters;
             if self.software.recompute {
-                backward += forward;
+                // All but the last product and its residual.
+                let [.., (n, k)] = weights;
+                let residual = 8.0 * elements / self.elementwise();
+                backward += forward - self.product(peak, [tokens, n, k], 1.0) - residual;
             }
             return [forward, backward];
         }
@@ -257,11 +260,12 @@ impl Costs<'_> {
         let width = self.shape.width as f64;
         let peak = self.machine.peak_flops;
         let [forward_bytes, backward_bytes] = self.software.attention.kernels().loss_bytes;
-        let logits_s = tokens * vocab / self.memory();
+        let logits_s = tokens * vocab / self.elementwise();
 
         let mut forward = self.product(peak, [tokens, vocab, width], 1.0);
         let mut backward = self.product(peak, [tokens, width, vocab], 1.0)
-            + self.product(peak, [vocab, width, tokens], 1.0);
+            + self.product(peak, [vocab, width, tokens], 1.0)
+            + self.added(vocab * width);
         if let Attention::Host { .. } = self.software.attention {
             backward += forward + self.upcast(width * vocab);
             forward = 0.0;
@@ -303,7 +307,7 @@ impl Costs<'_> {
                 let scores = tokens * 0.5 * (seq + HOST_ROWS) * heads;
                 let flops = 4.0 * scores * width / heads;
                 let seconds = flops / (peak * self.efficiencies.attention);
-                let softmax_s = scores / self.memory();
+                let softmax_s = scores / self.elementwise();
                 [seconds + 16.0 * softmax_s, 2.5 * seconds + 32.0 * softmax_s]
             }
             Attention::Plain => {
@@ -326,7 +330,8 @@ impl Costs<'_> {
         let elements = (m * k + k * n + m * n) * batch;
         let peak = peak * self.efficiencies.products;
         if let Attention::Host { .. } = self.software.attention {
-            return (flops / peak).hypot(4.0 * elements / self.memory());
+            let bytes = 4.0 * elements;
+            return (flops / peak + bytes / self.elementwise()).hypot(bytes / self.memory());
         }
         let tiles_m = (m / TILE).ceil();
         let tiles_n = (n / TILE).ceil();
@@ -337,6 +342,14 @@ impl Costs<'_> {
 
         let compute = flops / (peak * useful);
         compute.hypot(2.0 * elements / self.memory()) + KERNEL_S
+    }
+
+    /// Seconds in which a host reads the `elements` of a gradient that a product adds to.
+    fn added(&self, elements: f64) -> f64 {
+        match self.software.attention {
+            Attention::Host { .. } => 4.0 * elements / self.memory(),
+            _ => 0.0,
+        }
     }
 
     /// Seconds in which a host converts `parameters` from 16 bits, if it does: it reads 2 bytes of each
@@ -352,7 +365,13 @@ impl Costs<'_> {
         micro_batch as f64 * self.shape.seq as f64
     }
 
-    /// Bytes per second of the GPU's memory that kernels reach.
+    /// Bytes per second of elementwise operations: the memory's, or on a host those measured.
+    fn elementwise(&self) -> f64 {
+        let measured = self.machine.elementwise_bytes_per_s;
+        measured.unwrap_or_else(|| self.memory())
+    }
+
+    /// Bytes per second of the memory that kernels reach.
     pub(crate) fn memory(&self) -> f64 {
         self.machine.memory_bytes_per_s * self.efficiencies.memory
     }

@@ -39,6 +39,10 @@ pub struct Machine {
     /// and the peaks above. `None`: GPUs compute.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cores: Option<usize>,
+    /// Bytes per second that a host's elementwise operations, such as GELU, read and write where their
+    /// operands are in caches. `None`: as the memory's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub elementwise_bytes_per_s: Option<f64>,
     /// Whether the figures are measured rates and not those of data sheets; programs reach more of
     /// the former.
     #[serde(default)]
@@ -152,6 +156,11 @@ impl Machine {
             ("host_link_bytes_per_s", self.host_link_bytes_per_s),
             ("host_memory_bytes_per_s", self.host_memory_bytes_per_s),
             ("disk_bytes_per_s", self.disk_bytes_per_s),
+            (
+                "elementwise_bytes_per_s",
+                self.elementwise_bytes_per_s.unwrap_or(1.0),
+            ),
+            ("cores", self.cores.unwrap_or(1) as f64),
         ];
         let wrong = figures
             .into_iter()
@@ -287,7 +296,7 @@ mod tests {
             let error = Machine::parse(json, "my.json").unwrap_err();
             error.to_string()
         };
-        assert!(message(&json.replace("\"sms\"", "\"cores\"")).contains("unknown field `cores`"));
+        assert!(message(&json.replace("\"sms\"", "\"units\"")).contains("unknown field `units`"));
         assert!(message("{}").starts_with("my.json: missing field"));
         assert!(message(&json.replace("132.0", "-1")).contains("sms is -1"));
     }

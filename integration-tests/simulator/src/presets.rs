@@ -55,6 +55,7 @@ impl Machine {
             host_memory_bytes_per_s: 256e9,
             disk_bytes_per_s: 25e9,
             cores: None,
+            elementwise_bytes_per_s: None,
             measured: false,
         }
     }
@@ -78,6 +79,7 @@ impl Machine {
             host_memory_bytes_per_s: 409.6e9,
             disk_bytes_per_s: 25e9,
             cores: None,
+            elementwise_bytes_per_s: None,
             measured: false,
         }
     }
@@ -92,6 +94,7 @@ impl Machine {
             memory_bytes: 80.0 * GIB,
             disk_bytes_per_s: 50e9,
             cores: None,
+            elementwise_bytes_per_s: None,
             measured: false,
             ..Self::a100_40g()
         }
@@ -116,6 +119,7 @@ impl Machine {
             host_memory_bytes_per_s: 614.4e9,
             disk_bytes_per_s: 50e9,
             cores: None,
+            elementwise_bytes_per_s: None,
             measured: false,
         }
     }
@@ -170,6 +174,7 @@ impl Machine {
             host_memory_bytes_per_s: 204.8e9,
             disk_bytes_per_s: 7e9,
             cores: None,
+            elementwise_bytes_per_s: None,
             measured: false,
         }
     }

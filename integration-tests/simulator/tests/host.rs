@@ -90,7 +90,7 @@ fn each_part_of_a_step_costs_time() {
         // 16 bits also halve what is sent, so their step may be shorter.
         let differs = match what {
             "conversion from 16 bits" => (changed / base - 1.0).abs() > 1e-4,
-            _ => changed > base * 1.001,
+            _ => changed > base,
         };
         assert!(differs, "{what}: {changed} after {base}");
     }

@@ -88,7 +88,15 @@ impl OperationCosts<'_> {
         let memory_s = |bytes: f64| bytes / costs.memory() * cores + launch_s;
 
         match operation.label {
-            PASS => on_cores(self.pass_s(operation) * cores + launch_s, of_all),
+            PASS => {
+                // A pass is one operation of its stream, and each of its operations one of the threads.
+                let launches = match threads {
+                    1 => 1.0,
+                    _ => self.launches(operation),
+                };
+                let core_s = self.pass_s(operation) * cores;
+                on_cores(core_s + launches * of_all * launch_s, of_all)
+            }
             "adam" | "adam_remainder" | "cast" | "pack" | "accumulate" | "grad_stats" => {
                 on_cores(memory_s(bytes), of_all)
             }
@@ -115,6 +123,17 @@ impl OperationCosts<'_> {
         let work = operation.work;
         let parts = work.bytes as f64 * self.of.tensor_ranks;
         self.passes.of_class(work.class) / parts
+    }
+
+    /// Operations of a block's pass; of the others few.
+    fn launches(&self, operation: &Operation) -> f64 {
+        let class = operation.work.class;
+        let [forward, backward] = self.costs.software.attention.kernels().launches;
+        match class {
+            _ if class == pass_class(Kind::Block, false) => forward,
+            _ if class == pass_class(Kind::Block, true) => backward,
+            _ => 4.0,
+        }
     }
 
     fn collective(&self, operation: &Operation) -> Collective {

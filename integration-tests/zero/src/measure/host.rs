@@ -8,7 +8,7 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Pool, Purpose};
 use zero_comm::threads::{ThreadsComm, World};
 use zero_comm::{CommOptions, Communicator};
-use zero_models::ops::{Threads, linear};
+use zero_models::ops::{Threads, gelu, linear};
 use zero_simulator::Machine;
 
 use super::{LEAST_RUNS, median, median_s, progress};
@@ -17,6 +17,8 @@ use crate::memory;
 
 /// Rows, and columns and rows of the weight, of the product: those of a block of GPT-2 124M.
 const PRODUCT: [usize; 3] = [1024, 3072, 768];
+/// Rows and columns of the activation.
+const GELU: [usize; 2] = [256, 3072];
 /// More than caches hold, on most hosts.
 const COPY_BYTES: usize = 256 << 20;
 const GATHER_BYTES: usize = 64 << 20;
@@ -28,6 +30,8 @@ pub(super) fn measure() -> Result<Machine, CliError> {
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
     progress("products");
     let peak_flops = product_flops(cores)?;
+    progress("elementwise operations");
+    let elementwise = elementwise_bytes_per_s(cores)?;
     progress("memory");
     let memory = memory_bytes_per_s();
     let of_one_thread = copied_bytes_per_s(1);
@@ -47,6 +51,7 @@ pub(super) fn measure() -> Result<Machine, CliError> {
         // Measured for any machine.
         disk_bytes_per_s: 1.0,
         cores: Some(cores),
+        elementwise_bytes_per_s: Some(elementwise),
         measured: true,
     })
 }
@@ -80,6 +85,21 @@ fn product_flops(cores: usize) -> Result<f64, CliError> {
         Ok::<_, CliError>(())
     })?;
     Ok(2.0 * (m * n * k) as f64 / seconds)
+}
+
+/// Bytes per second that the activation of a block of GPT-2 124M reads and writes, on all cores.
+fn elementwise_bytes_per_s(cores: usize) -> Result<f64, CliError> {
+    let threads = Threads::new(cores).map_err(CliError::failure)?;
+    let mut x = vec![0.5; GELU[0] * GELU[1]];
+    let mut y = x.clone();
+    // The input has its bias added each time.
+    let bias = vec![0.0; GELU[1]];
+    let seconds = median_s(|| {
+        threads.run(|| gelu::forward(&mut y, &mut x, &bias));
+        Ok::<_, CliError>(())
+    })?;
+    let moved = 3 * size_of::<f32>() * y.len();
+    Ok(moved as f64 / seconds)
 }
 
 /// Bytes per second that `threads` threads read and write.

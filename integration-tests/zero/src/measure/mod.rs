@@ -36,7 +36,7 @@ pub struct MeasureArgs {
 }
 
 /// The time of one measurement.
-const TIME: Duration = Duration::from_secs(2);
+const TIME: Duration = Duration::from_secs(1);
 /// Fewer runs have no median.
 const LEAST_RUNS: usize = 5;
 
@@ -139,6 +139,14 @@ fn text(machine: &Machine, path: &Path) -> String {
         (
             "products",
             format!("{:.2} TFLOP/s {of_unit}", machine.peak_flops / 1e12),
+        ),
+        (
+            "elementwise",
+            gb_per_s(
+                machine
+                    .elementwise_bytes_per_s
+                    .unwrap_or(machine.memory_bytes_per_s),
+            ),
         ),
         ("memory", gb_per_s(machine.memory_bytes_per_s)),
         ("memory's size", bytes(machine.memory_bytes as u64)),

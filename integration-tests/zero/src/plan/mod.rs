@@ -38,7 +38,9 @@ pub enum Architecture {
 
 /// Show the memory and traffic of each ZeRO stage, and which stages fit
 #[derive(Args, Clone, Debug, Default)]
-#[command(group(clap::ArgGroup::new("size").required(true).args(["model", "params", "layers", "predict"])))]
+#[command(group(clap::ArgGroup::new("size").args(["model", "params", "layers", "predict"])))]
+#[command(group(clap::ArgGroup::new("what").required(true).multiple(true)
+    .args(["model", "params", "layers", "calibrate"])))]
 pub struct PlanArgs {
     /// A preset (nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b) or a Hugging Face folder
     #[arg(long, value_name = "PRESET|HF_DIR")]

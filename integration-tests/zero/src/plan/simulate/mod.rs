@@ -190,10 +190,12 @@ impl Calibration {
 
 /// Calibrates and predicts, if that is all that the flags ask for. Returns whether it is.
 pub(super) fn predicted(args: &SimulateArgs) -> Result<bool, CliError> {
-    let Some(first) = args.calibrate.first() else {
+    if args.calibrate.is_empty() {
         return Ok(false);
-    };
-    let is_table = first.extension().is_some_and(|end| end == "csv");
+    }
+    let files = args.calibrate.iter().chain(&args.predict);
+    let mut ends = files.filter_map(|path| path.extension());
+    let is_table = ends.any(|end| end == "csv");
     match (is_table, args.predict.is_empty()) {
         (true, false) => predict::run(args).map(|()| true),
         (true, true) => Err(CliError::Usage(
