@@ -3,6 +3,7 @@
 //! [`Run::step`] enqueues a step and waits for its decision; [`Observer`] measures it. Between
 //! steps the loop evaluates, saves and compares replicas.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use zero_alloc::device::Device;
@@ -13,6 +14,7 @@ use zero_shard::ZeroStage;
 use crate::error::TrainError;
 use crate::exchange::RankExchange;
 use crate::model::Model;
+use crate::offload::settings::Home;
 use crate::options::RunOptions;
 use crate::rank::Rank;
 use crate::samples;
@@ -195,10 +197,20 @@ pub(crate) fn enqueue_steps<D: Device>(
         stage: &mut *stage,
         recorder: &mut recorder,
     };
+    // Weights that are set decide which pieces of a file the first update finds in memory.
+    let on_file = matches!(rank.settings.offload.optimizer, Home::Nvme(_));
     for unit in 0..rank.units() {
-        let no_elems = &mut |_, _: &mut Vec<f32>| Ok(());
+        let held = rank.held(unit);
+        let elems = match on_file {
+            true => (held.end - held.start) as usize,
+            false => 0,
+        };
+        let any = &mut |part: Range<usize>, values: &mut Vec<f32>| {
+            values.resize(part.len(), 0.0);
+            Ok(())
+        };
         let optimizer = parts.stage.optimizer();
-        optimizer.set_weights(rank, unit, 0, no_elems)?;
+        optimizer.set_weights(rank, unit, elems, any)?;
     }
     parts.stage.publish(rank)?;
     parts.stage.synchronize(rank)?;

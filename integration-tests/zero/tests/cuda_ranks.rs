@@ -691,3 +691,32 @@ fn cuda_plan_is_the_memory_of_the_device() {
         }
     }
 }
+
+/// The rates of the GPUs at hand, with links if there are several.
+#[test]
+fn cuda_machine_is_measured() {
+    let dir = temp();
+    let mut command = place::zero();
+    command
+        .args(["measure", "--device", "cuda", "--scratch", "."])
+        .current_dir(dir.path())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let shown = run(command);
+    assert!(shown.contains("TFLOP/s in 16 bits"), "{shown}");
+    let file = std::fs::read_to_string(dir.path().join("machine.toml")).unwrap();
+    assert!(
+        file.contains("measured = true") && !file.contains("cores"),
+        "{file}"
+    );
+    let mut plan = place::zero();
+    plan.args("plan --model nano --simulate --json --hardware machine.toml:1x1".split(' '))
+        .current_dir(dir.path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let output = finish(plan.spawn().unwrap());
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let step = &plan["stages"][2]["simulated"];
+    assert!(step["step_ms"].as_f64().unwrap() > 0.0, "{plan}");
+}

@@ -74,6 +74,11 @@ impl HostDevice {
         }
     }
 
+    /// Whether its streams record and run nothing.
+    pub(crate) fn is_recorded(&self) -> bool {
+        self.recorder.is_some()
+    }
+
     /// The same device; streams made from now on record their operations in `timeline`.
     #[must_use]
     pub fn with_timeline(self, timeline: Timeline) -> Self {

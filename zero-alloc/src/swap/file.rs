@@ -109,6 +109,8 @@ pub(super) struct Inner {
     pub(super) options: SwapOptions,
     /// Whether lanes use io_uring.
     pub(super) uring: bool,
+    /// Whether streams only record the transfers: there is no file.
+    pub(super) recorded: bool,
     pub(super) notices: Mutex<Vec<String>>,
     pub(super) read_bytes: AtomicU64,
     pub(super) written_bytes: AtomicU64,
@@ -135,68 +137,41 @@ impl SwapFile {
     /// The folder is missing, the disk has too little free space, an option is invalid, or io_uring
     /// was requested and the kernel refuses it.
     pub fn create(dir: &Path, bytes: u64, options: SwapOptions) -> Result<Self, SwapError> {
-        let SwapOptions {
-            queue_depth,
-            request_bytes,
-            ..
-        } = options;
-
-        if !(1..=4096).contains(&queue_depth) {
-            return Err(SwapError::Option {
-                name: "queue_depth",
-                expected: "1 to 4096",
-                got: queue_depth,
-            });
-        }
-
-        if request_bytes == 0
-            || request_bytes > 1 << 30
-            || !request_bytes.is_multiple_of(Self::ALIGN_BYTES)
-        {
-            let expected = "a multiple of 4096 bytes, at most 1 GiB";
-            return Err(SwapError::Option {
-                name: "request_bytes",
-                expected,
-                got: request_bytes,
-            });
-        }
-
-        if options.limit.is_zero() {
-            return Err(SwapError::Option {
-                name: "limit",
-                expected: "more than 0",
-                got: 0,
-            });
-        }
-
+        check(&options)?;
         let folder = |error| SwapError::Folder {
             dir: dir.into(),
             error,
         };
-
         if !std::fs::metadata(dir).map_err(folder)?.is_dir() {
             return Err(folder(io::ErrorKind::NotADirectory.into()));
         }
         let file = tempfile::tempfile_in(dir).map_err(folder)?;
-        let mut inner = Inner {
-            file,
-            dir: dir.into(),
-            bytes,
-            options,
-            uring: false,
-            notices: Mutex::default(),
-            read_bytes: AtomicU64::new(0),
-            written_bytes: AtomicU64::new(0),
-            #[cfg(any(test, feature = "testing"))]
-            faults: Default::default(),
-            #[cfg(any(test, feature = "testing"))]
-            shadow: SHADOW.fetch_add(bytes as usize, Ordering::Relaxed),
-        };
-
+        let mut inner = Inner::new(file, dir, bytes, options);
         inner.reserve()?;
         inner.set_direct();
         inner.choose_engine()?;
         Ok(Self(Arc::new(inner)))
+    }
+
+    /// A file of `bytes` bytes for streams that only record: it takes no space, and `dir` need not
+    /// exist.
+    ///
+    /// # Errors
+    /// An option is invalid, or the system has no `/dev/null`.
+    pub(super) fn recorded(
+        dir: &Path,
+        bytes: u64,
+        options: SwapOptions,
+    ) -> Result<Self, SwapError> {
+        check(&options)?;
+        let file = File::open("/dev/null").map_err(|error| SwapError::Folder {
+            dir: "/dev".into(),
+            error,
+        })?;
+        Ok(Self(Arc::new(Inner {
+            recorded: true,
+            ..Inner::new(file, dir, bytes, options)
+        })))
     }
 
     /// The size in bytes.
@@ -236,7 +211,63 @@ impl SwapFile {
     }
 }
 
+/// Checks the options of a file.
+fn check(options: &SwapOptions) -> Result<(), SwapError> {
+    let SwapOptions {
+        queue_depth,
+        request_bytes,
+        ..
+    } = *options;
+
+    if !(1..=4096).contains(&queue_depth) {
+        return Err(SwapError::Option {
+            name: "queue_depth",
+            expected: "1 to 4096",
+            got: queue_depth,
+        });
+    }
+
+    if request_bytes == 0
+        || request_bytes > 1 << 30
+        || !request_bytes.is_multiple_of(SwapFile::ALIGN_BYTES)
+    {
+        let expected = "a multiple of 4096 bytes, at most 1 GiB";
+        return Err(SwapError::Option {
+            name: "request_bytes",
+            expected,
+            got: request_bytes,
+        });
+    }
+
+    if options.limit.is_zero() {
+        return Err(SwapError::Option {
+            name: "limit",
+            expected: "more than 0",
+            got: 0,
+        });
+    }
+    Ok(())
+}
+
 impl Inner {
+    fn new(file: File, dir: &Path, bytes: u64, options: SwapOptions) -> Self {
+        Self {
+            file,
+            dir: dir.into(),
+            bytes,
+            options,
+            uring: false,
+            recorded: false,
+            notices: Mutex::default(),
+            read_bytes: AtomicU64::new(0),
+            written_bytes: AtomicU64::new(0),
+            #[cfg(any(test, feature = "testing"))]
+            faults: Default::default(),
+            #[cfg(any(test, feature = "testing"))]
+            shadow: SHADOW.fetch_add(bytes as usize, Ordering::Relaxed),
+        }
+    }
+
     /// Adds a notice, once.
     pub(super) fn notice(&self, text: String) {
         let mut notices = self.notices.lock();

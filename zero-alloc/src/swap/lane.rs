@@ -14,6 +14,7 @@ use super::{SwapBuffer, SwapError, SwapFile};
 use crate::TimeLimit;
 use crate::device::{AnySlice, Cause, DeviceError, DeviceId, Stream};
 use crate::host::HostStream;
+use crate::schedule::Work;
 
 #[derive(Clone, Copy)]
 pub(super) struct Address(pub(super) *mut u8);
@@ -88,7 +89,7 @@ pub struct SwapLane(Arc<Lane>);
 struct Lane {
     file: Arc<Inner>,
     /// Locked while an operation runs; its holder waits only for the disk, with a limit. `None`
-    /// after a failure of the queue itself.
+    /// after a failure of the queue itself, and where transfers are only recorded.
     queue: Mutex<Option<Queue>>,
 }
 
@@ -100,10 +101,13 @@ impl std::fmt::Debug for SwapLane {
 
 impl SwapLane {
     pub(super) fn new(file: Arc<Inner>) -> Result<Self, SwapError> {
-        let queue = Queue::new(&file).map_err(|error| file.system("make a lane", error))?;
+        let queue = match file.recorded {
+            true => None,
+            false => Some(Queue::new(&file).map_err(|error| file.system("make a lane", error))?),
+        };
         Ok(Self(Arc::new(Lane {
             file,
-            queue: Mutex::new(Some(queue)),
+            queue: Mutex::new(queue),
         })))
     }
 
@@ -158,10 +162,11 @@ impl SwapLane {
         for (offset, slice) in ranges {
             check(label, self.0.file.bytes, *offset, *slice)?;
         }
+        let bytes: usize = ranges.iter().map(|(_, slice)| slice.len_bytes()).sum();
         let lane = Arc::clone(&self.0);
         let ranges = ranges.to_vec();
         let name = stream.name().to_owned();
-        stream.enqueue(label, move || {
+        stream.enqueue_sized(label, Work::bytes(bytes as u64), move || {
             for (offset, slice) in &ranges {
                 slice.note_access(!write);
                 lane.file.note_access(*offset, slice.len_bytes(), write);

@@ -69,7 +69,8 @@ impl std::fmt::Debug for SwapParts {
 impl SwapParts {
     /// Creates a file in the folder `dir` with parts of `part_bytes` bytes, all zero, and the
     /// stream of `host` that writes them, named `name` with ` writes`. In the file each part takes
-    /// a multiple of [`SwapFile::ALIGN_BYTES`].
+    /// a multiple of [`SwapFile::ALIGN_BYTES`]. Where the streams of `host` only record, there is no
+    /// file.
     ///
     /// # Errors
     /// As [`SwapFile::create`] and [`SwapFile::lane`].
@@ -87,7 +88,10 @@ impl SwapParts {
             end += aligned(bytes) as u64;
         }
 
-        let file = SwapFile::create(dir, end, options)?;
+        let file = match host.is_recorded() {
+            true => SwapFile::recorded(dir, end, options)?,
+            false => SwapFile::create(dir, end, options)?,
+        };
         let writes = Transfers::new(host, &format!("{name} writes"), &file)?;
         let transfers = Mutex::new(vec![LastTransfers::default(); extents.len()]);
         Ok(Self(Arc::new(Parts {

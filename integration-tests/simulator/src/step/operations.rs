@@ -7,11 +7,12 @@ use super::StepSchedules;
 use crate::workload::{Kind, PASS, pass_class};
 use crate::{Costs, PassSeconds, ring};
 
-/// What operations share that run at the same time: the network, the links within a node, and the
-/// cores of a rank on the host.
+/// What operations share that run at the same time: the network, the links within a node, the cores
+/// of a rank on the host, and a rank's part of the disks.
 const NETWORK: u8 = 0;
 const LINKS: u8 = 1;
 const CORES: u8 = 2;
+const DISK: u8 = 3;
 
 /// The costs of one recording's operations.
 pub(super) struct OperationCosts<'a> {
@@ -48,7 +49,7 @@ impl OperationCosts<'_> {
         // The ranks of a node share its memory and its disks.
         let on_host = self.recorded.schedule.streams[operation.stream].contains(" update");
         match operation.label {
-            "swap read" | "swap write" => of_node(machine.disk_bytes_per_s),
+            "swap read" | "swap write" => of_node(machine.disk_bytes_per_s).shares(DISK),
             _ if on_host => of_node(machine.host_memory_bytes_per_s),
             PASS => computes(self.pass_s(operation)),
             "all_gather" | "reduce_scatter" | "all_reduce" => {
@@ -113,6 +114,10 @@ impl OperationCosts<'_> {
                         Cost::ns(seconds * 1e9).shares(NETWORK)
                     }
                 }
+            }
+            "swap read" | "swap write" => {
+                let of_rank = costs.machine.disk_bytes_per_s / of.node_ranks as f64;
+                Cost::ns(bytes / of_rank * 1e9).shares(DISK)
             }
             _ => on_cores(memory_s(bytes), of_one),
         }

@@ -123,13 +123,23 @@ fn case() -> impl Strategy<Value = Case> {
                 _ => 1..4,
             };
             let numbers = (stages, 1..4usize, 1..4u64, 4..12u32);
-            let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
+            let flags = (any::<bool>(), 0..4u32, any::<bool>(), any::<bool>());
             (Just(ranks), Just(mesh), numbers, flags)
         })
         .prop_map(|(ranks, mesh, (stage, grad_accum, steps, bits), flags)| {
             let (overlap, offload, bf16, every) = flags;
+            // Runs make a file without a name in the folder for temporary files, schedules none.
+            let on_disk = || Home::Nvme(std::env::temp_dir());
             let offload = OffloadSettings {
-                optimizer: if offload { Home::Host } else { Home::Device },
+                optimizer: match offload {
+                    0 => Home::Device,
+                    1 => Home::Host,
+                    _ => on_disk(),
+                },
+                params: match offload {
+                    3 if stage == 3 => on_disk(),
+                    _ => Home::Device,
+                },
                 ..OffloadSettings::default()
             };
             Case {

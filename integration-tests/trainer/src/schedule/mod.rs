@@ -15,7 +15,6 @@ use zero_alloc::schedule::{Recorder, Schedule, ScheduledDevice};
 use zero_comm::{ScheduledComm, ScheduledGroups};
 
 use crate::error::TrainError;
-use crate::offload::settings::Home;
 use crate::options::RunOptions;
 use crate::rank::{HostSide, Rank, Settings};
 use crate::run::enqueue_steps;
@@ -39,9 +38,10 @@ pub struct StepSchedule {
 
 /// Records `options.steps` steps of rank `rank` of `ranks` ranks on the host.
 ///
+/// Offload to NVMe makes no file.
+///
 /// # Errors
-/// As a run: settings or a model that cannot be used. Also offload to NVMe, for which a run makes
-/// files.
+/// As a run: settings or a model that cannot be used.
 pub fn record_on_host(
     rank: usize,
     ranks: usize,
@@ -104,14 +104,6 @@ impl<D: Device<Stream = HostStream>> Recorded<D> {
             device,
             host,
         } = self;
-        let offload = &settings.offload;
-        let on_file = |home: &Home| matches!(home, Home::Nvme(_));
-        if on_file(&offload.optimizer) || on_file(&offload.params) {
-            return Err(TrainError::Usage(
-                "a schedule makes no scratch files: offload to host memory instead of NVMe"
-                    .to_owned(),
-            ));
-        }
         let groups = ScheduledGroups::default();
         let comm = Arc::new(ScheduledComm::new(&device, rank, ranks, &groups)?);
         let units = RunUnits::new(settings, workload, ranks)?;

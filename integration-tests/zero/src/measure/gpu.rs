@@ -17,12 +17,12 @@ use crate::launcher::free_port;
 use crate::settings::args::{DeviceChoice, TrainArgs};
 use crate::train::backend::{self, Backend};
 
-/// Rows, columns and sums of the product.
-const PRODUCT: [usize; 3] = [8192, 8192, 4096];
+/// Sizes for each multiprocessor, of which an H100 has 132. Rows, columns and sums of the product:
+const PRODUCT: [usize; 3] = [64, 64, 32];
 /// Bytes that are copied within a GPU, between it and the host, and gathered.
-const COPY_BYTES: usize = 1 << 30;
-const HOST_BYTES: usize = 256 << 20;
-const GATHER_BYTES: usize = 256 << 20;
+const COPY_BYTES: usize = 8 << 20;
+const HOST_BYTES: usize = 2 << 20;
+const GATHER_BYTES: usize = 2 << 20;
 const LIMIT: Duration = Duration::from_secs(60);
 /// The part of a link that [`zero_simulator::ring`] counts on.
 const RING_PART: f64 = 0.8;
@@ -49,14 +49,14 @@ pub(super) fn measure() -> Result<Machine, CliError> {
     let host_link = first.host_bytes_per_s()?;
     let (_, memory_bytes) = first.device.memory_bytes().map_err(CliError::failure)?;
     let name = first.device.name().to_owned();
-    let sms = first.device.multiprocessors().map_err(CliError::failure)?;
+    let sms = first.sms;
     drop(first);
     let link = match gpus {
         // One GPU has no link; the figure is never used.
         0 | 1 => host_link,
         _ => {
             progress("collectives of GPUs");
-            gathered_bytes_per_s(gpus)? / RING_PART
+            gathered_bytes_per_s(gpus, sms * GATHER_BYTES)? / RING_PART
         }
     };
     progress("memory of the host");
@@ -84,6 +84,8 @@ struct Gpu {
     device: CudaDevice,
     stream: CudaStream,
     pool: Pool<CudaDevice>,
+    /// Multiprocessors.
+    sms: usize,
 }
 
 impl Gpu {
@@ -92,6 +94,7 @@ impl Gpu {
         Ok(Self {
             stream: device.create_stream("measure").map_err(CliError::failure)?,
             pool: Pool::new(device.clone(), usize::MAX),
+            sms: device.multiprocessors().map_err(CliError::failure)?,
             device,
         })
     }
@@ -127,7 +130,7 @@ impl Gpu {
 
     /// Operations per second of a product of bf16 matrices.
     fn product_flops(&self) -> Result<f64, CliError> {
-        let [m, n, k] = PRODUCT;
+        let [m, n, k] = PRODUCT.map(|size| size * self.sms);
         let blocks = [m * k, k * n, m * n].map(|elems| self.zeros(elems, DType::Bf16));
         let [x, w, y] = blocks;
         let blocks = [x?, w?, y?];
@@ -159,30 +162,29 @@ impl Gpu {
 
     /// Bytes per second that a copy within the GPU reads and writes.
     fn copied_bytes_per_s(&self) -> Result<f64, CliError> {
-        let blocks = [
-            self.zeros(COPY_BYTES, DType::U8)?,
-            self.zeros(COPY_BYTES, DType::U8)?,
-        ];
+        let bytes = self.sms * COPY_BYTES;
+        let blocks = [self.zeros(bytes, DType::U8)?, self.zeros(bytes, DType::U8)?];
         // SAFETY: the blocks outlive the copies, each of which is waited for.
         let [from, to] = [0, 1].map(|i| unsafe { blocks[i].slice() });
         let seconds = self.copy_s(from, to)?;
-        Ok(2.0 * COPY_BYTES as f64 / seconds)
+        Ok(2.0 * bytes as f64 / seconds)
     }
 
     /// Bytes per second to the host, whose copies are rarely faster than those from it.
     fn host_bytes_per_s(&self) -> Result<f64, CliError> {
-        let of_gpu = self.zeros(HOST_BYTES, DType::U8)?;
+        let bytes = self.sms * HOST_BYTES;
+        let of_gpu = self.zeros(bytes, DType::U8)?;
         let memory = std::sync::Arc::new(PinnedMemory::new(&self.device));
         let host = HostDevice::new().with_memory(memory);
         let host = host.map_err(CliError::failure)?;
         let stream = host.create_stream("host").map_err(CliError::failure)?;
         let pool = Pool::new(host, usize::MAX);
         let of_host = pool
-            .allocate(HOST_BYTES, DType::U8, Purpose::Workspace, &stream)
+            .allocate(bytes, DType::U8, Purpose::Workspace, &stream)
             .map_err(CliError::failure)?;
         // SAFETY: the blocks outlive the copies, each of which is waited for.
         let [from, to] = unsafe { [of_gpu.slice(), of_host.slice()] };
-        Ok(HOST_BYTES as f64 / self.copy_s(from, to)?)
+        Ok(bytes as f64 / self.copy_s(from, to)?)
     }
 
     fn copy_s(&self, from: AnySlice, to: AnySlice) -> Result<f64, CliError> {
@@ -191,11 +193,11 @@ impl Gpu {
 }
 
 /// Bytes per second that a GPU sends in a gather of all GPUs.
-fn gathered_bytes_per_s(gpus: usize) -> Result<f64, CliError> {
+fn gathered_bytes_per_s(gpus: usize, bytes: usize) -> Result<f64, CliError> {
     let port = free_port().map_err(CliError::failure)?;
     let seconds = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..gpus)
-            .map(|rank| scope.spawn(move || gather_s(rank, gpus, port)))
+            .map(|rank| scope.spawn(move || gather_s(rank, gpus, port, bytes)))
             .collect();
         let seconds = ranks.into_iter().map(|rank| match rank.join() {
             Ok(seconds) => seconds,
@@ -204,16 +206,16 @@ fn gathered_bytes_per_s(gpus: usize) -> Result<f64, CliError> {
         seconds.collect::<Result<Vec<_>, _>>()
     })?;
     let part = (gpus - 1) as f64 / gpus as f64;
-    Ok(GATHER_BYTES as f64 * part / median(seconds))
+    Ok(bytes as f64 * part / median(seconds))
 }
 
 /// The median of the seconds of one GPU's gathers.
-fn gather_s(rank: usize, gpus: usize, port: u16) -> Result<f64, CliError> {
+fn gather_s(rank: usize, gpus: usize, port: u16, bytes: usize) -> Result<f64, CliError> {
     let gpu = Gpu::open(rank)?;
     let ranks = Ranks::new(rank, gpus, rank, "127.0.0.1", port).one_machine(true);
     let options = CommOptions::default().limit(LIMIT);
     let comm = NcclCommunicator::join(&gpu.device, &ranks, options).map_err(CliError::failure)?;
-    let own = GATHER_BYTES / size_of::<f32>() / gpus;
+    let own = bytes / size_of::<f32>() / gpus;
     let block = gpu.zeros(own * gpus, DType::F32)?;
     // SAFETY: the block outlives the gathers, each of which is waited for.
     let whole = unsafe { block.slice() };

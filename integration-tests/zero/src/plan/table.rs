@@ -95,6 +95,14 @@ fn simulated(report: &Report) -> String {
             text += &format!("stage {stage}: {days:.1} days, {hours:.0} GPU hours\n");
         }
     }
+    let fitting = stages.iter().filter(|(_, fits, _)| *fits != Some(false));
+    let fastest = fitting.min_by(|a, b| a.2.step_ms.total_cmp(&b.2.step_ms));
+    if let Some((stage, _, step)) = fastest.filter(|(.., step)| !step.gains.is_empty()) {
+        let gains = step.gains.iter();
+        let gains = gains.map(|gain| format!("{} {:.0}%", gain.what, 100.0 * gain.part));
+        let gains = gains.collect::<Vec<_>>().join(", ");
+        text += &format!("Of a step of stage {stage}, twice the rate of one would save: {gains}\n");
+    }
     if stages.iter().any(|(.., step)| step.extrapolated) {
         text += "Extrapolated: the formulas were compared with runs of up to 128 GPUs.\n";
     }

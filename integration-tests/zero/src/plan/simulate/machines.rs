@@ -133,7 +133,7 @@ impl Machines {
             return Ok(Tried::DoesNotFit);
         }
         let simulated = self.on.stage(&request, stage, self.largest_unit);
-        let Some((simulated, _)) = simulated.map_err(CliError::usage)? else {
+        let Some((simulated, ..)) = simulated.map_err(CliError::usage)? else {
             return Err(CliError::Usage("it cannot be simulated".to_owned()));
         };
         if simulated.tokens_per_s < tokens_per_s {

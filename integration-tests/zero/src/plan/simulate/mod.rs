@@ -25,7 +25,7 @@ use crate::measure;
 use crate::settings::communication::BUCKET_ELEMS;
 
 pub(crate) use machines::Machines;
-use prepared::{Prepared, shape, software};
+use prepared::{Gain, Prepared, shape, software};
 pub(crate) use sweep::Point;
 pub(super) use sweep::table as sweep_table;
 
@@ -111,6 +111,9 @@ pub(crate) struct Simulated {
     pub(crate) links_ms: f64,
     /// The bottleneck of the step.
     pub(crate) bound: &'static str,
+    /// What twice the rate of a part of the machine would save; empty where nobody asked.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) gains: Vec<Gain>,
     /// Days and GPU hours of `--tokens`.
     pub(crate) days: Option<f64>,
     pub(crate) gpu_hours: Option<f64>,
@@ -127,6 +130,9 @@ pub(crate) struct SimulatedOn {
     pub(crate) calibrated_on: Option<String>,
     #[serde(skip)]
     tokens: Option<u64>,
+    /// Whether to compute what faster parts would save.
+    #[serde(skip)]
+    explains: bool,
 }
 
 /// The GPUs of `--hardware`.
@@ -229,6 +235,7 @@ impl SimulatedOn {
             efficiencies,
             calibrated_on,
             tokens: simulate.tokens,
+            explains: true,
         }))
     }
 
@@ -238,23 +245,30 @@ impl SimulatedOn {
         request: &Request,
         stage: ZeroStage,
         largest_unit: u64,
-    ) -> Result<Option<(Simulated, Step)>, ShardError> {
+    ) -> Result<Option<(Simulated, Step, Prepared)>, ShardError> {
         let Some(config) = request.model.config.clone() else {
             return Ok(None);
         };
         let prepared = Prepared::new(&self.machine, request, stage, largest_unit, None);
-        let step = match prepared {
-            Ok(prepared) => prepared.step(&self.efficiencies),
+        let prepared = match prepared {
+            Ok(prepared) => prepared,
             Err(why) => {
                 tracing::warn!("{stage} is not simulated: {why}");
                 return Ok(None);
             }
         };
+        let step = prepared.step(&self.efficiencies);
         let flops_per_token = config.flops_per_token(request.seq_len as usize);
-        Ok(Some((
-            self.simulated(request, &step, flops_per_token),
-            step,
-        )))
+        let simulated = self.simulated(request, &step, flops_per_token);
+        Ok(Some((simulated, step, prepared)))
+    }
+
+    /// What faster parts of the machine would save of a step.
+    pub(super) fn gains(&self, prepared: &Prepared) -> Vec<Gain> {
+        match self.explains {
+            true => prepared.gains(&self.efficiencies),
+            false => Vec::new(),
+        }
     }
 
     fn simulated(&self, request: &Request, step: &Step, flops_per_token: f64) -> Simulated {
@@ -276,6 +290,7 @@ impl SimulatedOn {
             network_ms: step.network_s * 1e3,
             links_ms: step.links_s * 1e3,
             bound: bound(step),
+            gains: Vec::new(),
             days: seconds.map(|seconds| seconds / 86_400.0),
             gpu_hours: seconds.map(|seconds| seconds / 3_600.0 * gpus),
             extrapolated: request.gpus > MEASURED_GPUS,

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use serde::Serialize;
 use zero_alloc::device::DType;
 use zero_shard::ZeroStage;
 use zero_simulator::{
@@ -10,8 +11,20 @@ use zero_simulator::{
 
 use crate::plan::Request;
 
+/// A part of a step that is not worth a line.
+const LEAST_GAIN: f64 = 0.005;
+
+/// What a faster part of the machine would save.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Gain {
+    /// The part that would have twice its rate.
+    pub(crate) what: &'static str,
+    /// The part of the step's time that this saves.
+    pub(crate) part: f64,
+}
+
 /// A run on a machine, whose step is recorded.
-pub(super) struct Prepared {
+pub(crate) struct Prepared {
     machine: Machine,
     shape: Shape,
     software: Software,
@@ -80,6 +93,42 @@ impl Prepared {
             software: &self.software,
             efficiencies,
         })
+    }
+
+    /// The part of the step that would be saved by twice the rate of each part of the machine, of those
+    /// that save anything.
+    pub(super) fn gains(&self, efficiencies: &Efficiencies) -> Vec<Gain> {
+        let seconds = self.step(efficiencies).seconds;
+        let twice: [(&'static str, fn(&mut Machine)); 7] = [
+            ("products", |m| m.peak_flops *= 2.0),
+            ("memory", |m| {
+                m.memory_bytes_per_s *= 2.0;
+                m.elementwise_bytes_per_s = m.elementwise_bytes_per_s.map(|rate| 2.0 * rate);
+            }),
+            ("links within a node", |m| m.link_bytes_per_s *= 2.0),
+            ("network", |m| m.network_bytes_per_s *= 2.0),
+            ("link to the host", |m| m.host_link_bytes_per_s *= 2.0),
+            ("memory of the host", |m| m.host_memory_bytes_per_s *= 2.0),
+            ("disk", |m| m.disk_bytes_per_s *= 2.0),
+        ];
+        let gain = |(what, double): (&'static str, fn(&mut Machine))| {
+            let mut machine = self.machine.clone();
+            double(&mut machine);
+            let faster = self.schedules.step(&Costs {
+                machine: &machine,
+                shape: &self.shape,
+                software: &self.software,
+                efficiencies,
+            });
+            Gain {
+                what,
+                part: 1.0 - faster.seconds / seconds,
+            }
+        };
+        let mut gains: Vec<_> = twice.into_iter().map(gain).collect();
+        gains.retain(|gain| gain.part >= LEAST_GAIN);
+        gains.sort_by(|a, b| b.part.total_cmp(&a.part));
+        gains
     }
 
     /// Tokens per second and GPU in steps of `seconds`.

@@ -54,6 +54,10 @@ pub(super) fn run(args: &PlanArgs, gpus: Gpus, on: &SimulatedOn) -> Result<Vec<P
         Some(hardware) => cluster(hardware)?.gpus_per_node as u64,
         None => return Ok(Vec::new()),
     };
+    let on = &SimulatedOn {
+        explains: false,
+        ..on.clone()
+    };
     let mut points = Vec::new();
     let mut count = gpus.from;
     while count <= gpus.to {

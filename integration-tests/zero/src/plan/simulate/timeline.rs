@@ -34,7 +34,7 @@ pub(super) fn write(
     };
     let largest = report.largest_unit_elems;
     let step = on.stage(request, stage, largest).map_err(CliError::usage)?;
-    let Some((_, step)) = step else {
+    let Some((_, step, _)) = step else {
         return Ok(());
     };
     let mut events = events(&step);
