@@ -52,15 +52,16 @@ impl Efficiencies {
         ..Self::PRIOR
     };
 
-    /// Typical values of our trainer on a host, whose peaks `zero measure` measures with the same
-    /// products. `slowdown` is then what the threads of a rank lose against ranks of one thread.
+    /// Those of our trainer on two cores of an AMD EPYC (Zen 4), 2026-11-26. `zero measure` measures the
+    /// peaks of a host, with the same products. `slowdown` is what the threads of a rank lose against
+    /// ranks of one thread.
     pub const HOST: Self = Self {
         products: 1.0,
-        attention: 0.7,
-        memory: 1.2,
-        slowdown: 0.05,
-        launch_us: 20.0,
-        network: 1.0,
+        attention: 0.8,
+        memory: 0.9,
+        slowdown: 0.04,
+        launch_us: 17.0,
+        network: 0.8,
     };
 
     /// Those of our trainer on this machine, as far as they are known.

@@ -79,7 +79,8 @@ fn ranks_share_the_cores() {
 fn each_part_of_a_step_costs_time() {
     let machine = host(2);
     let base = step_s(&machine, 2, 1, |_| ());
-    let changes: [(&str, fn(&mut Settings)); 4] = [
+    type Change = fn(&mut Settings);
+    let changes: [(&str, Change); 4] = [
         ("stage 0 updates all states", |s| s.stage = ZeroStage::Zero),
         ("stage 3 gathers", |s| s.stage = ZeroStage::Three),
         ("two micro-batches", |s| s.grad_accum_steps = 2),

@@ -694,6 +694,7 @@ fn cuda_plan_is_the_memory_of_the_device() {
 
 /// The rates of the GPUs at hand, with links if there are several.
 #[test]
+#[ignore = "needs a CUDA device"]
 fn cuda_machine_is_measured() {
     let dir = temp();
     let mut command = place::zero();

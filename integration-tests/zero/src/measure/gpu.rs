@@ -183,7 +183,9 @@ impl Gpu {
             .allocate(bytes, DType::U8, Purpose::Workspace, &stream)
             .map_err(CliError::failure)?;
         // SAFETY: the blocks outlive the copies, each of which is waited for.
-        let [from, to] = unsafe { [of_gpu.slice(), of_host.slice()] };
+        let from = unsafe { of_gpu.slice() };
+        // SAFETY: as above.
+        let to = unsafe { of_host.slice() };
         Ok(bytes as f64 / self.copy_s(from, to)?)
     }
 

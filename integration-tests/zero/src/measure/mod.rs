@@ -140,14 +140,6 @@ fn text(machine: &Machine, path: &Path) -> String {
             "products",
             format!("{:.2} TFLOP/s {of_unit}", machine.peak_flops / 1e12),
         ),
-        (
-            "elementwise",
-            gb_per_s(
-                machine
-                    .elementwise_bytes_per_s
-                    .unwrap_or(machine.memory_bytes_per_s),
-            ),
-        ),
         ("memory", gb_per_s(machine.memory_bytes_per_s)),
         ("memory's size", bytes(machine.memory_bytes as u64)),
         ("between ranks", gb_per_s(machine.link_bytes_per_s)),
@@ -166,7 +158,9 @@ fn text(machine: &Machine, path: &Path) -> String {
         ("disk", gb_per_s(machine.disk_bytes_per_s)),
     ];
     let mut text = format!("{}, {unit}\n", machine.name);
-    for (what, value) in rows {
+    let elementwise = machine.elementwise_bytes_per_s;
+    let elementwise = elementwise.map(|rate| ("elementwise", gb_per_s(rate)));
+    for (what, value) in elementwise.into_iter().chain(rows) {
         // Writing to a string does not fail.
         let _ = writeln!(text, "  {what:<24}{value}");
     }

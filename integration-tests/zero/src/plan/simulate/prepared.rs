@@ -99,7 +99,8 @@ impl Prepared {
     /// that save anything.
     pub(super) fn gains(&self, efficiencies: &Efficiencies) -> Vec<Gain> {
         let seconds = self.step(efficiencies).seconds;
-        let twice: [(&'static str, fn(&mut Machine)); 7] = [
+        type Double = fn(&mut Machine);
+        let twice: [(&'static str, Double); 7] = [
             ("products", |m| m.peak_flops *= 2.0),
             ("memory", |m| {
                 m.memory_bytes_per_s *= 2.0;
@@ -111,7 +112,7 @@ impl Prepared {
             ("memory of the host", |m| m.host_memory_bytes_per_s *= 2.0),
             ("disk", |m| m.disk_bytes_per_s *= 2.0),
         ];
-        let gain = |(what, double): (&'static str, fn(&mut Machine))| {
+        let gain = |(what, double): (&'static str, Double)| {
             let mut machine = self.machine.clone();
             double(&mut machine);
             let faster = self.schedules.step(&Costs {
