@@ -1,16 +1,14 @@
 //! Groups of ranks in modelled time: what is sent between groups overlaps compute, exactly, whatever
 //! else the machine does.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
-use zero_comm::CommOptions;
-use zero_comm::threads::{ThreadsComm, World};
 use zero_shard::Sharding;
-use zero_trainer::{MeshSettings, run_on_host_device};
+use zero_trainer::MeshSettings;
 
+use super::on_ranks::on_ranks;
 use super::support::Case;
 use super::toy::Toy;
 
@@ -59,30 +57,14 @@ fn step_ms(sharding: Sharding, between: Between) -> u128 {
         ..Case::default()
     };
     let toy = Toy::new(&vec![vec![64]; UNITS], false);
-    let settings = case.settings();
-    let options = case.options(None);
-    let comms = World::new(case.ranks, CommOptions::default()).unwrap();
-
-    // New threads: their modelled time begins at zero.
-    let spans = std::thread::scope(|scope| {
-        let run = |comm: ThreadsComm| {
-            let (toy, settings, options) = (&toy, &settings, &options);
-            scope.spawn(move || {
-                let cost = move |stream: &str, label: &str| cost(sharding, between, stream, label);
-                let device = HostDevice::modelled(cost);
-                let observe = &mut |_: &_| Ok(());
-                let comm = Arc::new(comm);
-                run_on_host_device(device.clone(), comm, 1, settings, toy, options, observe)
-                    .unwrap();
-                device.modelled_spans()
-            })
-        };
-        let ranks: Vec<_> = comms.into_iter().map(run).collect();
-        let spans = ranks.into_iter().map(|rank| rank.join().unwrap());
-        spans.collect::<Vec<_>>().swap_remove(0)
+    let spans = on_ranks(&case, &toy, |_, comm, train| {
+        let cost = move |stream: &str, label: &str| cost(sharding, between, stream, label);
+        let device = HostDevice::modelled(cost);
+        train(device.clone(), comm);
+        device.modelled_spans()
     });
 
-    let mut forwards: Vec<_> = spans
+    let mut forwards: Vec<_> = spans[0]
         .iter()
         .filter(|span| span.label == "toy forward")
         .map(|span| span.start)

@@ -12,6 +12,7 @@ mod mesh_time;
 mod model;
 mod offload;
 mod offload_time;
+mod on_ranks;
 mod overflow;
 mod overlap;
 mod pytorch;

@@ -3,18 +3,16 @@
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
 use zero_alloc::device::DType;
 use zero_alloc::host::{HostDevice, OpSpan};
 use zero_alloc::schedule::Cost;
-use zero_comm::CommOptions;
-use zero_comm::threads::{ThreadsComm, World};
 use zero_shard::Sharding;
-use zero_trainer::{Home, MeshSettings, OffloadSettings, record_on_host, run_on_host_device};
+use zero_trainer::{Home, MeshSettings, OffloadSettings, record_on_host};
 
+use super::on_ranks::on_ranks;
 use super::support::Case;
 use super::toy::Toy;
 
@@ -51,34 +49,18 @@ fn seen(spans: &[OpSpan]) -> Seen {
 
 /// The operations of rank 0 in a run of all ranks on threads.
 fn run(case: &Case, toy: &Toy, seed: u64) -> Seen {
-    let settings = case.settings();
-    let options = case.options(None);
-    let comms = World::new(case.ranks, CommOptions::default()).unwrap();
-
-    // New threads: their modelled time begins at zero.
-    let spans = std::thread::scope(|scope| {
-        let run = |comm: ThreadsComm| {
-            let (settings, options) = (&settings, &options);
-            scope.spawn(move || {
-                let device = HostDevice::modelled(move |stream, label| {
-                    // Each rank has the costs of rank 0.
-                    let stream = stream
-                        .split_once(' ')
-                        .and_then(|(_, rest)| rest.split_once(' '));
-                    cost(seed, stream.map_or("", |(_, name)| name), label)
-                });
-                let observe = &mut |_: &_| Ok(());
-                let comm = Arc::new(comm);
-                run_on_host_device(device.clone(), comm, 1, settings, toy, options, observe)
-                    .unwrap();
-                device.modelled_spans()
-            })
-        };
-        let ranks: Vec<_> = comms.into_iter().map(run).collect();
-        let spans = ranks.into_iter().map(|rank| rank.join().unwrap());
-        spans.collect::<Vec<_>>().swap_remove(0)
+    let spans = on_ranks(case, toy, |_, comm, train| {
+        let device = HostDevice::modelled(move |stream, label| {
+            // Each rank has the costs of rank 0.
+            let stream = stream
+                .split_once(' ')
+                .and_then(|(_, rest)| rest.split_once(' '));
+            cost(seed, stream.map_or("", |(_, name)| name), label)
+        });
+        train(device.clone(), comm);
+        device.modelled_spans()
     });
-    seen(&spans)
+    seen(&spans[0])
 }
 
 /// The same of a schedule of rank 0 alone.

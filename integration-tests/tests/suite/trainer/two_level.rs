@@ -8,13 +8,13 @@ use proptest::prelude::*;
 use zero_alloc::device::DType;
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_comm::backend::{Checked, Group};
-use zero_comm::threads::World;
-use zero_comm::{Collective, CommError, CommOptions, Communicator, Traffic};
+use zero_comm::{Collective, CommError, Communicator, Traffic};
 use zero_shard::{GridLayout, Routing, Sharding, ZeroStage};
-use zero_trainer::{Home, MeshSettings, OffloadSettings, RankSummary, run_on_host_device};
+use zero_trainer::{Home, MeshSettings, OffloadSettings, RankSummary};
 
 use super::identical::{cases, same};
 use super::mesh::close;
+use super::on_ranks::on_ranks;
 use super::support::{Case, Outcome};
 use super::toy::Toy;
 use super::volumes::held_and_sent_are_the_formulas;
@@ -295,38 +295,6 @@ fn no_wait_is_missing() {
         }
     }
 }
-
-/// Calls `body` on a thread of each rank, whose modelled time begins at zero, with its communicator
-/// and with what trains it. Returns the results by rank.
-fn on_ranks<R: Send>(
-    case: &Case,
-    toy: &Toy,
-    body: impl Fn(usize, Arc<dyn Communicator<HostDevice>>, Train<'_>) -> R + Sync,
-) -> Vec<R> {
-    let settings = case.settings();
-    let options = case.options(None);
-    let train = |device: HostDevice, comm: Arc<dyn Communicator<HostDevice>>| {
-        let observe = &mut |_: &_| Ok(());
-        run_on_host_device(device, comm, 1, &settings, toy, &options, observe)
-            .unwrap_or_else(|error| panic!("{case:?}: {error}"));
-    };
-    let comms = World::new(case.ranks, CommOptions::default()).unwrap();
-    std::thread::scope(|scope| {
-        let ranks: Vec<_> = comms
-            .into_iter()
-            .enumerate()
-            .map(|(rank, comm)| {
-                let (body, train) = (&body, &train);
-                scope.spawn(move || body(rank, Arc::new(comm), train))
-            })
-            .collect();
-        let results = ranks.into_iter().map(|rank| rank.join().unwrap());
-        results.collect()
-    })
-}
-
-/// Trains a rank on a device.
-type Train<'a> = &'a (dyn Fn(HostDevice, Arc<dyn Communicator<HostDevice>>) + Sync);
 
 /// A communicator over rings: a collective takes one operation `hop` for each other rank, and an
 /// all-reduce two.

@@ -1,0 +1,43 @@
+//! Runs of all ranks, each on a thread and a device of its own.
+
+use std::sync::Arc;
+
+use zero_alloc::host::HostDevice;
+use zero_comm::threads::World;
+use zero_comm::{CommOptions, Communicator};
+use zero_trainer::run_on_host_device;
+
+use super::support::Case;
+use super::toy::Toy;
+
+/// Calls `body` on a thread of each rank, whose modelled time begins at zero, with its communicator
+/// and with what trains it. Returns the results by rank.
+pub(super) fn on_ranks<R: Send>(
+    case: &Case,
+    toy: &Toy,
+    body: impl Fn(usize, Arc<dyn Communicator<HostDevice>>, Train<'_>) -> R + Sync,
+) -> Vec<R> {
+    let settings = case.settings();
+    let options = case.options(None);
+    let train = |device: HostDevice, comm: Arc<dyn Communicator<HostDevice>>| {
+        let observe = &mut |_: &_| Ok(());
+        run_on_host_device(device, comm, 1, &settings, toy, &options, observe)
+            .unwrap_or_else(|error| panic!("{case:?}: {error}"));
+    };
+    let comms = World::new(case.ranks, CommOptions::default()).unwrap();
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = comms
+            .into_iter()
+            .enumerate()
+            .map(|(rank, comm)| {
+                let (body, train) = (&body, &train);
+                scope.spawn(move || body(rank, Arc::new(comm), train))
+            })
+            .collect();
+        let results = ranks.into_iter().map(|rank| rank.join().unwrap());
+        results.collect()
+    })
+}
+
+/// Trains a rank on a device.
+pub(super) type Train<'a> = &'a (dyn Fn(HostDevice, Arc<dyn Communicator<HostDevice>>) + Sync);
