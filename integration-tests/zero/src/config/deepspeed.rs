@@ -25,7 +25,7 @@ pub(crate) struct DsConfig {
     pub tensor_ranks: Option<u64>,
     /// `zero_optimization`.
     pub zero: ZeroOptimization,
-    /// Whether the file has `zero_optimization.stage` or its old form, a flag.
+    /// Whether the file has `zero_optimization.stage` with a number, or its old form, a flag.
     pub has_stage: bool,
     /// The type that `fp16` or `bf16` enables, or fp32 if both are disabled; `None` if neither
     /// decides.
@@ -266,9 +266,9 @@ impl DsConfig {
         let optimizer = optimizer::read_optimizer(&mut root, warn)?;
         let schedule = optimizer::read_scheduler(&mut root, warn)?;
         let param_groups = optimizer::read_param_groups(&mut root)?;
-        let has_stage = root
-            .peek("zero_optimization")
-            .is_some_and(|zero| zero.is_boolean() || zero.get("stage").is_some());
+        let has_stage = root.peek("zero_optimization").is_some_and(|zero| {
+            zero.is_boolean() || zero.get("stage").is_some_and(|stage| stage != "auto")
+        });
         let zero = zero::read(&mut root, warn)?;
         let activation_checkpointing = read_activation_checkpointing(&mut root, warn)?;
         let aio = read_aio(&mut root, warn)?;

@@ -17,6 +17,7 @@
 //! | `reduce_bucket_size` | hidden^2 |
 //! | `stage3_prefetch_bucket_size` | 0.9 hidden^2 |
 //! | `stage3_param_persistence_threshold` | 10 hidden |
+//! | `zero_optimization.stage` | that of `--stage auto` |
 //! | `gradient_clipping` | `--clip`, or 1.0 |
 //! | `total_num_steps` | `--steps` |
 //! | `warmup_num_steps` | `--warmup-steps`, or 2, the least of DeepSpeed |

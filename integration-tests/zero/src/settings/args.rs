@@ -26,10 +26,11 @@ pub struct TrainArgs {
     /// Ranks of the data-parallel group [default: 4; on CUDA one per GPU]
     #[arg(long, value_name = "N", value_parser = parse_whole::<usize>)]
     pub ranks: Option<usize>,
-    /// ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters
-    /// [default: 3]
-    #[arg(long, value_name = "0..3", value_parser = parse_whole::<u64>)]
-    pub stage: Option<u64>,
+    /// ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters;
+    /// auto: of the stages that fit the memory, the one that sends the least; a resumed run keeps
+    /// its stage [default: 3]
+    #[arg(long, value_name = "0..3|auto", value_parser = parse_stage)]
+    pub stage: Option<StageChoice>,
     /// Device to train on
     #[arg(long, value_enum, default_value_t)]
     pub device: DeviceChoice,
@@ -248,6 +249,35 @@ pub struct TrainArgs {
     /// The outputs above that are those of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_outputs: Vec<Output>,
+}
+
+/// The value of `--stage`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StageChoice {
+    /// The stage that a plan of the run recommends.
+    Auto,
+    /// A stage.
+    Number(u64),
+}
+
+impl StageChoice {
+    /// The stage; `None` for auto.
+    pub(crate) fn number(self) -> Option<u64> {
+        match self {
+            Self::Auto => None,
+            Self::Number(number) => Some(number),
+        }
+    }
+}
+
+fn parse_stage(text: &str) -> Result<StageChoice, String> {
+    match text {
+        "auto" => Ok(StageChoice::Auto),
+        _ => text
+            .parse()
+            .map(StageChoice::Number)
+            .map_err(|_| "expected 0, 1, 2, 3 or auto".to_owned()),
+    }
 }
 
 /// Schedules of the learning rate.

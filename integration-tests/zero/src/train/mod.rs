@@ -1,5 +1,6 @@
 //! `zero train`: from flags to a run, and from its results to text.
 
+mod auto_stage;
 pub(crate) mod backend;
 mod checks;
 mod choices;
