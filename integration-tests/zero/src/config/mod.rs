@@ -40,6 +40,7 @@
 //! `bfloat16` and `bf16`; bucket sizes count elements; comments are allowed. Defaults are those of
 //! DeepSpeed 0.19.
 
+mod autotuning;
 mod batch;
 mod block;
 mod deepspeed;
@@ -53,6 +54,7 @@ mod zero;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use autotuning::Autotuning;
 pub(crate) use batch::{Batch, BatchKeys};
 pub(crate) use deepspeed::{DsConfig, canonical};
 pub(crate) use error::ConfigFileError;

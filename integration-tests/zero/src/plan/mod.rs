@@ -25,7 +25,7 @@ pub(crate) use advice::recommended;
 pub(crate) use report::Report;
 pub(crate) use request::Request;
 use simulate::SimulateArgs;
-pub(crate) use simulate::{Machines, calibrated};
+pub(crate) use simulate::{Machines, calibrated, cluster};
 pub(crate) use stage::{CONTEXT_BYTES, Stage, evaluate};
 
 /// The architectures that a shape can have.
