@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use zero_trainer::Home;
 
+use super::stage_choice::{StageChoice, parse_stage};
 use crate::flags::{DTypeFlag, parse_bytes, parse_whole};
 
 /// Train a GPT-2 with ZeRO
@@ -249,35 +250,6 @@ pub struct TrainArgs {
     /// The outputs above that are those of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_outputs: Vec<Output>,
-}
-
-/// The value of `--stage`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StageChoice {
-    /// The stage that a plan of the run recommends.
-    Auto,
-    /// A stage.
-    Number(u64),
-}
-
-impl StageChoice {
-    /// The stage; `None` for auto.
-    pub(crate) fn number(self) -> Option<u64> {
-        match self {
-            Self::Auto => None,
-            Self::Number(number) => Some(number),
-        }
-    }
-}
-
-fn parse_stage(text: &str) -> Result<StageChoice, String> {
-    match text {
-        "auto" => Ok(StageChoice::Auto),
-        _ => text
-            .parse()
-            .map(StageChoice::Number)
-            .map_err(|_| "expected 0, 1, 2, 3 or auto".to_owned()),
-    }
 }
 
 /// Schedules of the learning rate.

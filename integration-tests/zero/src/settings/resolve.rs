@@ -8,13 +8,14 @@ use zero_shard::{Layout, ZeroStage};
 use zero_trainer::{OffloadSettings, Settings};
 
 use super::activations::ACTIVATION_CHECKPOINTING;
-use super::args::{StageChoice, TrainArgs};
+use super::args::TrainArgs;
 use super::communication::{self, CUDA_GRAPH};
 use super::mesh::{self, Shares};
 use super::offload::{self, Offloaded};
 use super::optimizer;
 use super::record::RunRecord;
 use super::row::{Conditions, Row, Saved, Setting, Sources};
+use super::stage_choice::StageChoice;
 use crate::config::{DsConfig, ZeroOptimization};
 use crate::error::CliError;
 use crate::flags::DTypeFlag;

@@ -14,10 +14,11 @@ use crate::error::CliError;
 use crate::memory::{self, rank_overhead_bytes};
 use crate::output::{bytes, counted};
 use crate::plan::{self, CONTEXT_BYTES, Stage};
-use crate::settings::args::{StageChoice, TrainArgs};
+use crate::settings::args::TrainArgs;
 use crate::settings::mesh::Shares;
 use crate::settings::resolve::RunSources;
 use crate::settings::row::Conditions;
+use crate::settings::stage_choice::StageChoice;
 
 /// The chosen stage.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,26 +47,33 @@ impl RankMemory {
             });
         }
 
-        let (all, sharers, what) = match launched_ranks(args) {
-            // The free memory differs from process to process.
-            2.. => {
-                let sharers = node_ranks(args, ranks, None)?.unwrap_or(ranks);
-                (memory::total_bytes(), sharers, "memory")
-            }
-            _ => (memory::free_bytes(), ranks, "free memory"),
-        };
-        let all = all.unwrap_or(u64::MAX);
-        let (all, what) = match args.memory_limit {
-            Some(limit) if limit < all => (limit, "--memory-limit"),
-            _ => (all, what),
-        };
-        Ok(Self {
+        let over = |all: u64, what: &str, sharers: usize| Self {
             bytes: all / sharers as u64,
             name: format!(
                 "{} of {what} over {}",
                 bytes(all),
                 counted(sharers as u64, "rank")
             ),
+        };
+        let is_launched = launched_ranks(args) > 1;
+        let machine = match is_launched {
+            // The free memory differs from process to process.
+            true => {
+                let sharers = node_ranks(args, ranks, None)?.unwrap_or(ranks);
+                over(memory::total_bytes().unwrap_or(u64::MAX), "memory", sharers)
+            }
+            false => over(
+                memory::free_bytes().unwrap_or(u64::MAX),
+                "free memory",
+                ranks,
+            ),
+        };
+        let own_ranks = if is_launched { 1 } else { ranks };
+        let limit = args.memory_limit;
+        let limit = limit.map(|limit| over(limit, "--memory-limit", own_ranks));
+        Ok(match limit {
+            Some(limit) if limit.bytes < machine.bytes => limit,
+            _ => machine,
         })
     }
 }
@@ -128,7 +136,7 @@ pub(super) fn choose(
     }
 }
 
-/// Says which stage is chosen, and why.
+/// The chosen stage and the reason, for the user.
 fn why(name: &str, number: u8, stages: &[Stage], memory: &RankMemory) -> String {
     let listed = |fits: bool| {
         let stages = stages.iter().filter(|stage| stage.fits == Some(fits));

@@ -74,7 +74,7 @@ const OF_RUN: [&str; 31] = [
     "--sample-tokens",
 ];
 
-/// Tunes if the configuration file says so. Returns whether it does.
+/// Tunes if the configuration file enables it. Returns whether it does.
 ///
 /// # Errors
 /// As [`measured::measure`], or flags that a tune cannot follow.
@@ -182,7 +182,7 @@ fn measurement(
     })
 }
 
-/// The rows of a step, which tuning keeps; `None`: the file does not say them.
+/// The rows of a step, which tuning keeps; `None`: the file has no sizes.
 fn rows(batch: &BatchKeys) -> Option<StepRows> {
     match (batch.train_batch_size, batch.micro_batch, batch.grad_accum) {
         (Some(rows), _, _) => Some(StepRows::OfAll(rows)),

@@ -15,7 +15,7 @@ use super::{Choice, TuneArgs, Tuned, measured_table, search_most};
 use crate::error::CliError;
 use crate::files::absolute;
 use crate::flags::DTypeFlag;
-use crate::output::{print_note, print_text, progress_bar};
+use crate::output::{counted, print_note, print_text, progress_bar};
 use crate::settings::args::DeviceChoice;
 use crate::train::signals::{self, ENDING};
 
@@ -398,8 +398,8 @@ fn all_failed(choices: &[MeasuredChoice], out: &Path) -> String {
     let first = choices.iter().min_by_key(|choice| choice.trial);
     let first = first.and_then(|choice| choice.failure.clone());
     format!(
-        "all {} trials failed, the first: {}; their output is in {out}/N.log; to try them again, remove {out}",
-        choices.len(),
+        "no configuration could be measured: {} failed, the first: {}; the output is in {out}/N.log; to try again, remove {out}",
+        counted(choices.len() as u64, "trial"),
         first.unwrap_or_default(),
         out = out.display(),
     )

@@ -45,7 +45,7 @@ impl Outcome {
         let message = match (error_of(log), status.signal(), status.code()) {
             (Some(error), _, _) => error,
             (None, Some(libc::SIGKILL), _) => {
-                // No other process ends one so without a word.
+                // The kernel kills a process so when memory runs out.
                 return Self::OutOfMemory {
                     message: "killed by signal 9, as the system does when its memory runs out"
                         .to_owned(),
@@ -88,7 +88,8 @@ fn error_of(log: &str) -> Option<String> {
     Some(line.to_owned())
 }
 
-/// Whether an error of this program says that memory ran out, on a device or on the host, or would.
+/// Whether an error of this program is about memory that ran out, on a device or on the host, or
+/// that would.
 fn is_out_of_memory(message: &str) -> bool {
     let message = message.to_ascii_lowercase().replace('_', " ");
     let would = (message.contains(" of memory (") || message.contains(" of address space ("))
