@@ -104,6 +104,12 @@ pub(crate) fn parse_params(text: &str) -> Result<u64, String> {
     }
 }
 
+/// Parses a number of tokens: `4M`, `1.4T` or `131072`.
+pub(crate) fn parse_tokens(text: &str) -> Result<u64, String> {
+    let count = parse_size(text).ok().filter(|tokens| *tokens > 0);
+    count.ok_or_else(|| "expected a number of tokens, such as 131072 or 4M".to_owned())
+}
+
 /// The configuration of a preset or of a Hugging Face folder, and the folder.
 pub(crate) fn find_model(
     name: &str,
@@ -168,6 +174,12 @@ mod tests {
             "", "B", "-1", "0", "0.2", "7.5", "999", "NaN", "inf", "1e19", "7.5X",
         ] {
             assert!(parse_params(text).is_err(), "{text}");
+        }
+
+        assert_eq!(parse_tokens("4M"), Ok(4_000_000));
+        assert_eq!(parse_tokens("64"), Ok(64));
+        for text in ["", "0", "-1", "many"] {
+            assert!(parse_tokens(text).is_err(), "{text}");
         }
 
         let sizes = [

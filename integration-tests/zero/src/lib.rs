@@ -1,7 +1,7 @@
 //! The commands of the binary `zero`: training, planning and checkpoint tools.
 //!
 //! ```text
-//! train  plan  tune  ckpt  generate  inspect   the commands; train and tune ask plan
+//! train  plan  tune  ckpt  generate  inspect   the commands; train and tune ask plan, tune starts train
 //!  |      |
 //!  memory |               what a rank needs, and what this machine has
 //!    settings             the settings of a run: flags, configuration, run.json

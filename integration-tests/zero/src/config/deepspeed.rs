@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use zero_alloc::device::DType;
 use zero_optim::{LossScaling, LrSchedule};
 
+use super::autotuning::{self, Autotuning};
 use super::block::{Block, Usual, shortened};
 use super::monitors::{self, Monitors};
 use super::optimizer::{self, DsOptimizer};
@@ -25,7 +26,7 @@ pub(crate) struct DsConfig {
     pub tensor_ranks: Option<u64>,
     /// `zero_optimization`.
     pub zero: ZeroOptimization,
-    /// Whether the file has `zero_optimization.stage` or its old form, a flag.
+    /// Whether the file has `zero_optimization.stage` with a number, or its old form, a flag.
     pub has_stage: bool,
     /// The type that `fp16` or `bf16` enables, or fp32 if both are disabled; `None` if neither
     /// decides.
@@ -53,6 +54,8 @@ pub(crate) struct DsConfig {
     pub steps_per_print: Option<u64>,
     /// Whether to print the time of the parts of a step.
     pub wall_clock_breakdown: bool,
+    /// `autotuning`, if it is enabled: a run tunes in place of training.
+    pub autotuning: Option<Autotuning>,
     /// `tensorboard`, `csv_monitor` and the monitors of services.
     pub monitors: Monitors,
     /// The keys whose value is `"auto"`, with their blocks.
@@ -166,10 +169,9 @@ const IGNORED: [(&str, Usual, &str); 18] = {
 
 /// Unsupported blocks that do not change results, and the reason or remedy. Disabled ones need no
 /// warning.
-const OPTIONAL: [(&str, &str); 7] = [
+const OPTIONAL: [(&str, &str); 6] = [
     ("flops_profiler", "tokens/s are in --metrics"),
     ("comms_logger", "bytes sent are in --metrics"),
-    ("autotuning", "see `zero plan`"),
     ("compile", "the model is always compiled"),
     ("nebula", "use --checkpoint"),
     ("datastates_ckpt", "use --checkpoint"),
@@ -226,14 +228,18 @@ impl DsConfig {
     /// # Errors
     /// The file cannot be read, or an error of [`parse`](Self::parse), with the path.
     pub(crate) fn open(path: &Path) -> Result<Self, ConfigFileError> {
-        let text = fs::read_to_string(path).map_err(|source| ConfigFileError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
-        Self::parse(&text).map_err(|source| ConfigFileError::In {
+        Self::parse(&read(path)?).map_err(|source| ConfigFileError::In {
             path: path.to_owned(),
             source: Box::new(source),
         })
+    }
+
+    /// The keys of a configuration file as they are.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is no JSON object.
+    pub(crate) fn document(path: &Path) -> Result<Value, ConfigFileError> {
+        json::parse(&read(path)?).map(Value::Object)
     }
 
     /// Parses the text of a configuration file.
@@ -266,15 +272,16 @@ impl DsConfig {
         let optimizer = optimizer::read_optimizer(&mut root, warn)?;
         let schedule = optimizer::read_scheduler(&mut root, warn)?;
         let param_groups = optimizer::read_param_groups(&mut root)?;
-        let has_stage = root
-            .peek("zero_optimization")
-            .is_some_and(|zero| zero.is_boolean() || zero.get("stage").is_some());
+        let has_stage = root.peek("zero_optimization").is_some_and(|zero| {
+            zero.is_boolean() || zero.get("stage").is_some_and(|stage| stage != "auto")
+        });
         let zero = zero::read(&mut root, warn)?;
         let activation_checkpointing = read_activation_checkpointing(&mut root, warn)?;
         let aio = read_aio(&mut root, warn)?;
         let steps_per_print = root.count("steps_per_print")?;
         let wall_clock_breakdown = root.flag("wall_clock_breakdown")?.unwrap_or(false);
         let monitors = monitors::read(&mut root)?;
+        let autotuning = autotuning::read(&mut root, warn)?;
 
         let requested_types = read_gradient_types(&mut root, warn)?;
         refuse_removed(&mut root)?;
@@ -299,6 +306,7 @@ impl DsConfig {
             aio,
             steps_per_print,
             wall_clock_breakdown,
+            autotuning,
             monitors,
             autos,
             warnings,
@@ -326,6 +334,13 @@ impl DsConfig {
     pub(crate) fn is_auto(&self, key: &str) -> bool {
         self.autos.iter().any(|auto| canonical(auto) == key)
     }
+}
+
+fn read(path: &Path) -> Result<String, ConfigFileError> {
+    fs::read_to_string(path).map_err(|source| ConfigFileError::Read {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 /// The name of a key that has two.

@@ -17,6 +17,7 @@
 //! | `reduce_bucket_size` | hidden^2 |
 //! | `stage3_prefetch_bucket_size` | 0.9 hidden^2 |
 //! | `stage3_param_persistence_threshold` | 10 hidden |
+//! | `zero_optimization.stage` | that of `--stage auto` |
 //! | `gradient_clipping` | `--clip`, or 1.0 |
 //! | `total_num_steps` | `--steps` |
 //! | `warmup_num_steps` | `--warmup-steps`, or 2, the least of DeepSpeed |
@@ -39,6 +40,7 @@
 //! `bfloat16` and `bf16`; bucket sizes count elements; comments are allowed. Defaults are those of
 //! DeepSpeed 0.19.
 
+mod autotuning;
 mod batch;
 mod block;
 mod deepspeed;
@@ -52,6 +54,7 @@ mod zero;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use autotuning::Autotuning;
 pub(crate) use batch::{Batch, BatchKeys};
 pub(crate) use deepspeed::{DsConfig, canonical};
 pub(crate) use error::ConfigFileError;

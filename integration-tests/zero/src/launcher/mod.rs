@@ -26,6 +26,7 @@ use zero_alloc::TimeLimit;
 use zero_comm::nccl::Token;
 
 use output::Prefixed;
+pub(crate) use process::ProcessGroup;
 use process::Rank;
 pub use report::{REPORT_VARIABLE, Report};
 

@@ -13,6 +13,12 @@ use super::output::Prefixed;
 /// A running rank. Dropping it kills its process group.
 pub(super) struct Rank {
     pub(super) number: usize,
+    group: ProcessGroup,
+}
+
+/// A process with its own process group, which the system kills when this process ends. Dropping it
+/// kills the group.
+pub(crate) struct ProcessGroup {
     child: Child,
     ended: bool,
 }
@@ -30,29 +36,44 @@ impl Rank {
             .args(args)
             .envs(variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null());
-        // With its own group it does not receive the terminal's signals, and all its descendants
-        // can be killed.
-        command.process_group(0);
-        end_with_this_process(&mut command);
         if number > 0 {
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
         }
-        let mut child = command.spawn()?;
-        let (out, err) = (child.stdout.take(), child.stderr.take());
-        let rank = Self {
-            number,
-            child,
-            ended: false,
-        };
-
-        if let (Some(out), Some(err)) = (out, err) {
+        let mut group = ProcessGroup::start(&mut command)?;
+        let child = &mut group.child;
+        if let (Some(out), Some(err)) = (child.stdout.take(), child.stderr.take()) {
             output.follow(number, out, err)?;
         }
-        Ok(rank)
+        Ok(Self { number, group })
     }
 
     /// Sends a signal to the process group.
     pub(super) fn signal(&self, signal: Signal) {
+        self.group.signal(signal);
+    }
+
+    /// The exit status, if it has ended.
+    pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
+        self.group.ended()
+    }
+}
+
+impl ProcessGroup {
+    /// Starts the process.
+    pub(crate) fn start(command: &mut Command) -> io::Result<Self> {
+        // With its own group it does not receive the terminal's signals, and all its descendants
+        // can be killed.
+        command.process_group(0);
+        end_with_this_process(command);
+        let child = command.spawn()?;
+        Ok(Self {
+            child,
+            ended: false,
+        })
+    }
+
+    /// Sends a signal to the group.
+    fn signal(&self, signal: Signal) {
         if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw)
             && !self.ended
         {
@@ -62,14 +83,14 @@ impl Rank {
     }
 
     /// The exit status, if it has ended.
-    pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
+    pub(crate) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
         let status = self.child.try_wait()?;
         self.ended = status.is_some();
         Ok(status)
     }
 }
 
-impl Drop for Rank {
+impl Drop for ProcessGroup {
     fn drop(&mut self) {
         if !self.ended {
             self.signal(Signal::KILL);

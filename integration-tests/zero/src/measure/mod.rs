@@ -78,6 +78,35 @@ pub(crate) fn this_machine() -> Result<Machine, CliError> {
     }
 }
 
+/// This machine's GPUs, or its host if `on_host`, as the file `path` has them. Without the file, or
+/// if it is of the other kind, they are measured and the file is written.
+///
+/// # Errors
+/// The file is no machine file, or something cannot be measured.
+pub(crate) fn kept_in(path: &Path, on_host: bool) -> Result<Machine, CliError> {
+    check_out(path)?;
+    if let Ok(text) = std::fs::read_to_string(path)
+        && let Ok(machine) = Machine::parse(&text, &path.display().to_string())
+        && machine.cores.is_some() == on_host
+    {
+        return Ok(machine);
+    }
+    let machine = measure(&MeasureArgs {
+        device: match on_host {
+            true => DeviceChoice::Cpu,
+            false => DeviceChoice::Cuda,
+        },
+        ..MeasureArgs::default()
+    })?;
+    // A file that a crash cut short would be refused later.
+    let partial = path.with_extension("partial.toml");
+    write(&partial, &machine)?;
+    std::fs::rename(&partial, path).map_err(|error| {
+        CliError::Failure(format!("failed to write {}: {error}", path.display()))
+    })?;
+    Ok(machine)
+}
+
 /// Shows what is measured next.
 fn progress(what: &str) {
     print_note(format_args!("measuring: {what}"));
@@ -110,8 +139,8 @@ fn check_out(path: &Path) -> Result<(), CliError> {
             .map(drop)
             .map_err(|error| {
                 CliError::Usage(format!(
-                    "--out {shown} exists and is no machine file, which would be replaced: choose another \
-                     name ({error})"
+                    "{shown} exists and is no machine file, which would be replaced: choose another name \
+                     with --out ({error})"
                 ))
             }),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),

@@ -73,6 +73,14 @@ pub(crate) fn limits(root: &Path) -> Vec<Limit> {
     limits
 }
 
+/// The memory of the machine below `root`.
+pub(crate) fn machine_bytes(root: &Path) -> Option<u64> {
+    kib(
+        &std::fs::read_to_string(root.join("proc/meminfo")).ok()?,
+        "MemTotal:",
+    )
+}
+
 /// The most memory that this process has held so far.
 pub(crate) fn resident_peak_bytes() -> Option<u64> {
     kib(

@@ -140,6 +140,11 @@ pub(crate) fn free_bytes() -> Option<u64> {
     limits.iter().map(|limit| limit.free_bytes).min()
 }
 
+/// The memory of this machine; `None` if it could not be read.
+pub(crate) fn total_bytes() -> Option<u64> {
+    limits::machine_bytes(Path::new("/"))
+}
+
 fn of_flag(free_bytes: u64) -> Limit {
     Limit {
         name: "the limit of --memory-limit".to_owned(),

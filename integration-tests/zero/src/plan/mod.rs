@@ -21,11 +21,12 @@ use crate::error::CliError;
 use crate::flags::{DTypeFlag, parse_gpu_memory, parse_params, parse_whole};
 use crate::output::{print_note, print_text};
 use crate::settings::args::{MeshArgs, OffloadArgs};
+pub(crate) use advice::recommended;
 pub(crate) use report::Report;
 pub(crate) use request::Request;
 use simulate::SimulateArgs;
-pub(crate) use simulate::{Machines, calibrated};
-pub(crate) use stage::evaluate;
+pub(crate) use simulate::{Machines, calibrated, cluster};
+pub(crate) use stage::{CONTEXT_BYTES, Stage, evaluate};
 
 /// The architectures that a shape can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

@@ -193,7 +193,12 @@ impl Request {
             prefetch_elems: None,
             max_live_elems: u64::MAX,
             persistence_threshold_elems: 0,
-            configured_stage: zero.and_then(|z| ZeroStage::from_number(u64::from(z.stage))),
+            configured_stage: zero
+                .filter(|_| {
+                    file.as_ref()
+                        .is_some_and(|file| !file.is_auto("zero_optimization.stage"))
+                })
+                .and_then(|zero| ZeroStage::from_number(u64::from(zero.stage))),
             peak_tflops: args.peak_tflops,
             drive_tbw: args.drive_tbw,
             drive_bytes_per_s: args.drive_gb_per_s * 1e9,

@@ -23,9 +23,9 @@ use zero_trainer::{
 };
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of
-/// `recompute_gelu`. The default depends on the total memory of the card: its free memory differs
+/// `recompute_gelu` and by `--stage auto`. The default depends on the total memory of the card: its free memory differs
 /// from start to start. `run.json` records the choice, and a resumed run keeps it.
-const CONTEXT_BYTES: u64 = 1 << 30;
+pub(crate) const CONTEXT_BYTES: u64 = 1 << 30;
 
 /// Figures of one stage for one GPU.
 #[derive(Clone, Debug, Serialize)]

@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use zero_trainer::Home;
 
+use super::stage_choice::{StageChoice, parse_stage};
 use crate::flags::{DTypeFlag, parse_bytes, parse_whole};
 
 /// Train a GPT-2 with ZeRO
@@ -26,10 +27,11 @@ pub struct TrainArgs {
     /// Ranks of the data-parallel group [default: 4; on CUDA one per GPU]
     #[arg(long, value_name = "N", value_parser = parse_whole::<usize>)]
     pub ranks: Option<usize>,
-    /// ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters
-    /// [default: 3]
-    #[arg(long, value_name = "0..3", value_parser = parse_whole::<u64>)]
-    pub stage: Option<u64>,
+    /// ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters;
+    /// auto: of the stages that fit the memory, the one that sends the least; a resumed run keeps
+    /// its stage [default: 3]
+    #[arg(long, value_name = "0..3|auto", value_parser = parse_stage)]
+    pub stage: Option<StageChoice>,
     /// Device to train on
     #[arg(long, value_enum, default_value_t)]
     pub device: DeviceChoice,

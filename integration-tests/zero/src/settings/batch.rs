@@ -93,7 +93,12 @@ pub(crate) fn resolve(from: &Sources<'_, BatchRecord>, ranks: usize) -> Result<B
 /// The tokens of a sequence of a model with `positions` positions.
 pub(crate) fn seq_len(from: &Sources<'_, BatchRecord>, positions: usize) -> usize {
     from.value(&SEQ_LEN)
-        .unwrap_or(positions.min(DEFAULT_SEQ_LEN))
+        .unwrap_or_else(|| default_seq_len(positions))
+}
+
+/// The tokens of a sequence by default.
+pub(crate) fn default_seq_len(positions: usize) -> usize {
+    positions.min(DEFAULT_SEQ_LEN)
 }
 
 impl BatchRecord {

@@ -46,6 +46,7 @@ pub(crate) mod row;
 pub(crate) mod samples;
 pub(crate) mod saving;
 pub(crate) mod schedule;
+pub(crate) mod stage_choice;
 pub(crate) mod table;
 pub(crate) mod unused_keys;
 pub(crate) mod validation;

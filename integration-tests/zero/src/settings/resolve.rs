@@ -15,16 +15,20 @@ use super::offload::{self, Offloaded};
 use super::optimizer;
 use super::record::RunRecord;
 use super::row::{Conditions, Row, Saved, Setting, Sources};
+use super::stage_choice::StageChoice;
 use crate::config::{DsConfig, ZeroOptimization};
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
 
-/// By default 3, or DeepSpeed's default 0 with a configuration file.
+/// By default 3, or DeepSpeed's default 0 with a configuration file. Auto is resolved before.
 const STAGE: Setting<u64, RunRecord> = Setting {
-    of_flags: |args| args.stage,
+    of_flags: |args| args.stage.and_then(StageChoice::number),
     of_zero: |zero| Some(zero.stage.into()),
     of_run: |run| Some(run.stage),
-    ..Setting::new(Row::new("stage", "--stage"), || 3)
+    ..Setting::new(
+        Row::new("stage", "--stage").key("zero_optimization.stage"),
+        || 3,
+    )
 };
 
 const DTYPE: Setting<DType, RunRecord> = Setting {
@@ -94,6 +98,19 @@ impl<'a> RunSources<'a> {
             zero,
             recorded: self.recorded,
         }
+    }
+
+    /// Whether the run chooses its stage: a resumed one keeps its stage.
+    pub(crate) fn has_auto_stage(&self) -> bool {
+        let in_file = || {
+            self.file
+                .is_some_and(|file| file.is_auto("zero_optimization.stage"))
+        };
+        let is_auto = match self.args.stage {
+            Some(flag) => flag == StageChoice::Auto,
+            None => in_file(),
+        };
+        is_auto && self.saved.is_none()
     }
 
     /// The ZeRO stage.

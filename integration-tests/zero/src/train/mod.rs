@@ -1,5 +1,6 @@
 //! `zero train`: from flags to a run, and from its results to text.
 
+mod auto_stage;
 pub(crate) mod backend;
 mod checks;
 mod choices;
@@ -24,13 +25,13 @@ mod resume;
 mod save_folder;
 mod session;
 mod setup;
-mod signals;
+pub(crate) mod signals;
 mod summary;
 mod tfrecord;
 mod utilization;
 
 use backend::Backend;
-use launched::launched_ranks;
+pub(crate) use launched::launched_ranks;
 use resume::Resumed;
 use session::{observed, run_error};
 use setup::RunSetup;
@@ -41,12 +42,16 @@ use crate::error::CliError;
 use crate::memory;
 use crate::settings::args::DeviceChoice;
 pub use crate::settings::args::TrainArgs;
+use crate::tune;
 
 /// Trains.
 ///
 /// # Errors
 /// Wrong use, found before any rank starts; or the failure that ended the run.
 pub fn run(args: &TrainArgs) -> Result<(), CliError> {
+    if tune::autotuning::tuned(args)? {
+        return Ok(());
+    }
     // `None` with --resume: rank 0 finds the checkpoint, once the ranks are connected.
     let deferred = resume::is_deferred(args, launched_ranks(args));
     let resumed = if deferred { None } else { Resumed::open(args)? };

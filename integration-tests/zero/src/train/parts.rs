@@ -95,7 +95,7 @@ impl<'a> Parts<'a> {
             ..from
         };
         let mut settings = run_settings(&from, resumed, &model, &run, notices)?;
-        settings.grad_accum_steps = sizes.batch.grad_accum as usize;
+        settings.grad_accum_steps = sizes.grad_accum();
         let requested = from.without_sizes().part(|run| &run.mesh);
         let requested = requested.value(&COLLECTIVES);
         let route = collectives::route(requested, &settings.mesh, ranks, settings.node_ranks)?;
@@ -272,7 +272,7 @@ fn idle_flags(from: &RunSources<'_>, run: &Conditions, settings: &Settings) -> V
 }
 
 /// The trainer's settings, but for the micro-batches of a step.
-fn run_settings(
+pub(super) fn run_settings(
     from: &RunSources<'_>,
     resumed: Option<&Resumed>,
     model: &ChosenModel,
@@ -300,13 +300,22 @@ pub(crate) struct Sizes {
 
 impl Sizes {
     /// With `batches` ranks that have different sequences.
-    fn new(from: &RunSources<'_>, model: &ChosenModel, batches: usize) -> Result<Self, CliError> {
+    pub(super) fn new(
+        from: &RunSources<'_>,
+        model: &ChosenModel,
+        batches: usize,
+    ) -> Result<Self, CliError> {
         let config = &model.config;
         let from_batch = from.without_sizes().part(|run| &run.batch);
         let batch = batch::resolve(&from_batch, batches)?;
         let seq_len = batch::seq_len(&from_batch, config.max_positions());
         check_seq_len(seq_len as u64, Some(config.max_positions() as u64))?;
         Ok(Self { batch, seq_len })
+    }
+
+    /// Micro-batches per step.
+    pub(super) fn grad_accum(&self) -> usize {
+        self.batch.grad_accum as usize
     }
 
     fn check_data(
@@ -334,7 +343,7 @@ impl Sizes {
 }
 
 /// The options of the model, but for `recompute_gelu`.
-fn model_options(
+pub(super) fn model_options(
     from: &RunSources<'_>,
     model: &ChosenModel,
     sizes: &Sizes,

@@ -14,7 +14,7 @@ use super::exchange::StartExchange;
 use super::metrics_file::MetricsLines;
 use super::parts::{self, Gpu, Parts};
 use super::resume::Resumed;
-use super::{checks, event_files, line_file, report_folder, save_folder};
+use super::{auto_stage, checks, event_files, line_file, report_folder, save_folder};
 use crate::config::DsConfig;
 use crate::error::CliError;
 use crate::files::absolute;
@@ -29,6 +29,12 @@ use crate::settings::resolve::RunSources;
 use crate::settings::row::Conditions;
 use crate::settings::samples::Samples;
 use crate::workload::{ModelWorkload, Weights};
+
+/// Threads of each rank on the host.
+pub(super) fn threads(args: &TrainArgs, ranks: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    args.threads.unwrap_or_else(|| (cores / ranks).max(1))
+}
 
 /// The settings of a run that is ready to start.
 pub(crate) struct RunSetup {
@@ -85,6 +91,15 @@ impl RunSetup {
             epoch_steps: None,
             saved: resumed.map(Resumed::saved),
         };
+        let auto_stage = auto_stage::choose(&from, ranks, device.as_ref())?;
+        let with_stage = auto_stage.as_ref().map(|auto| TrainArgs {
+            stage: Some(auto.stage),
+            ..args.clone()
+        });
+        let from = RunSources {
+            args: with_stage.as_ref().unwrap_or(args),
+            ..from
+        };
 
         let run = Conditions {
             ranks,
@@ -98,6 +113,7 @@ impl RunSetup {
         let shares = Shares::new(&from.without_sizes().part(|run| &run.mesh), ranks)?;
         let cuts = shares.tensor > 1;
         let mut notices = parts::first_notices(from.file, resumed, run.stage, cuts);
+        notices.extend(auto_stage.map(|auto| auto.why));
         let parts = Parts::new(from, resumed, run, device, &mut notices)?;
         let record = parts.record()?;
         let agreed = parts.agreed(&record)?;
@@ -117,7 +133,6 @@ impl RunSetup {
         let seed = from.seed();
         let in_file = from.file.is_some_and(|file| file.wall_clock_breakdown);
         let breakdown = args.breakdown || in_file;
-        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let (run_id, resumed_runs) = parts.ids;
 
         let options = RunOptions {
@@ -152,7 +167,7 @@ impl RunSetup {
                 None => Weights::Initial(seed),
             },
             data: parts.data.training,
-            threads: args.threads.unwrap_or_else(|| (cores / run.ranks).max(1)),
+            threads: threads(args, run.ranks),
         };
 
         Self {

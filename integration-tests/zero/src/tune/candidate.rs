@@ -66,7 +66,10 @@ impl Candidate {
                 offload_params: host(self.offload == Offload::Params),
                 ..OffloadArgs::default()
             },
-            bucket_elems: (self.bucket_part > 1).then_some(largest_unit / self.bucket_part),
+            bucket_elems: match self.bucket_part {
+                1 => base.bucket_elems,
+                part => Some(largest_unit / part),
+            },
             ..base.clone()
         }
     }

@@ -1,8 +1,18 @@
-//! `zero tune`: the fastest configurations that fit, by the exact memory model and simulated steps.
+//! `zero tune`: the fastest configurations that fit, by the exact memory model and simulated steps,
+//! and with `--data` by measured ones.
 
+mod args;
+pub(crate) mod autotuning;
 mod candidate;
+mod child;
+mod measured;
+mod measured_table;
+mod merge;
+mod outcome;
+mod place;
 mod search;
 mod table;
+mod trials;
 
 use std::path::PathBuf;
 
@@ -10,23 +20,28 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::error::CliError;
-use crate::flags::{DTypeFlag, parse_params, parse_whole};
+use crate::flags::{DTypeFlag, parse_tokens, parse_whole};
 use crate::output::print_text;
 use crate::plan::{Machines, PlanArgs};
+pub use args::TrialArgs;
 pub(crate) use candidate::Candidate;
 
-/// Find the fastest configurations of a training run that fit
+/// Configurations that are printed.
+const BEST: usize = 5;
+
+/// Find the fastest configurations of a training run that fit, and measure them with --data
 #[derive(Args, Clone, Debug, Default)]
 pub struct TuneArgs {
     /// A preset (gpt2-1.5b, llama3-8b, ...) or a Hugging Face folder
     #[arg(long, value_name = "PRESET|HF_DIR")]
     pub model: String,
-    /// GPUs and nodes, as of zero plan: h100-80g:8x64, or a JSON file with its own figures
-    #[arg(long, value_name = "NAME:GPUSxNODES")]
-    pub hardware: String,
+    /// GPUs and nodes, as of zero plan: h100-80g:8x64, or a file of zero measure
+    /// [default with --data: this machine]
+    #[arg(long, value_name = "NAME:GPUSxNODES", required_unless_present = "data")]
+    pub hardware: Option<String>,
     /// Tokens of a step of all GPUs, such as 4M: what micro-batches and GPUs do not have,
     /// accumulation does [default: one micro-batch a step]
-    #[arg(long, value_name = "COUNT", value_parser = parse_params)]
+    #[arg(long, value_name = "COUNT", value_parser = parse_tokens)]
     pub batch_tokens: Option<u64>,
     /// Tokens per sequence [default: 1024, or the model's positions]
     #[arg(long, value_name = "T", value_parser = parse_whole::<u64>)]
@@ -37,6 +52,9 @@ pub struct TuneArgs {
     /// The parts of the machine's figures that a program reaches, as of zero plan
     #[arg(long, value_name = "FILE.json")]
     pub efficiencies: Option<PathBuf>,
+    /// Measured trials.
+    #[command(flatten)]
+    pub measured: TrialArgs,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -76,6 +94,9 @@ pub(crate) struct Tuned {
     pub(crate) model: String,
     pub(crate) gpus: u64,
     pub(crate) nodes: u64,
+    /// Tokens per sequence.
+    pub(crate) seq_len: u64,
+    pub(crate) dtype: String,
     pub(crate) gpu_memory_bytes: u64,
     /// Configurations that were considered; some are slower than the best even without their
     /// communication, and were not simulated.
@@ -95,8 +116,11 @@ pub(crate) struct Tuned {
 /// Runs `zero tune`.
 ///
 /// # Errors
-/// A model, a machine or a batch that cannot be used, or nothing fits.
+/// A model, a machine or a batch that cannot be used, nothing fits, or no trial could be measured.
 pub fn run(args: &TuneArgs) -> Result<(), CliError> {
+    if let Some(data) = &args.measured.data {
+        return measured::run(args, data);
+    }
     let tuned = tune(args)?;
     if args.json {
         print_text(serde_json::to_string_pretty(&tuned).map_err(CliError::failure)? + "\n")
@@ -110,19 +134,25 @@ pub fn run(args: &TuneArgs) -> Result<(), CliError> {
 /// # Errors
 /// As [`run`].
 pub(crate) fn tune(args: &TuneArgs) -> Result<Tuned, CliError> {
+    search_most(args, BEST)
+}
+
+/// The `most` best configurations.
+fn search_most(args: &TuneArgs, most: usize) -> Result<Tuned, CliError> {
+    let hardware = args.hardware.as_deref().unwrap_or("this:1x1");
     let base = PlanArgs::of_tune(
         &args.model,
-        &args.hardware,
+        hardware,
         args.seq_len,
         args.dtype,
         args.efficiencies.clone(),
     );
     let machines = Machines::new(&base)?;
-    let tuned = search::run(&machines, args.batch_tokens)?;
+    let tuned = search::run(&machines, args.batch_tokens, most)?;
     if tuned.best.is_empty() {
         return Err(CliError::Usage(format!(
-            "{} fits in no configuration on {}: {} were tried; use more GPUs or shorter sequences, or see zero plan for what the memory goes to",
-            args.model, args.hardware, tuned.candidates
+            "{} fits in no configuration on {hardware}: {} were tried; use more GPUs or shorter sequences, or see zero plan for what the memory goes to",
+            args.model, tuned.candidates
         )));
     }
     Ok(tuned)

@@ -1,7 +1,7 @@
 //! The search over configurations.
 //!
 //! A step takes no less than its passes, whatever is sent: so candidates are tried in the order of
-//! that bound, and the search ends at the first whose bound is slower than the fifth best. What it
+//! that bound, and the search ends at the first whose bound is slower than the last of the best. What it
 //! leaves out is slower, and no heuristic decides.
 
 use super::candidate::{Candidate, Groups, Offload};
@@ -9,8 +9,6 @@ use super::{Choice, Tried, Tuned};
 use crate::error::CliError;
 use crate::plan::Machines;
 
-/// Configurations that are printed.
-const BEST: usize = 5;
 /// The largest micro-batch.
 const MAX_MICRO_BATCH: u64 = 256;
 /// Speeds closer than this part are equal: the one that needs less memory is better.
@@ -22,7 +20,12 @@ struct Bounded {
     tokens_per_s: f64,
 }
 
-pub(super) fn run(machines: &Machines, batch_tokens: Option<u64>) -> Result<Tuned, CliError> {
+/// The `most` best configurations.
+pub(super) fn run(
+    machines: &Machines,
+    batch_tokens: Option<u64>,
+    most: usize,
+) -> Result<Tuned, CliError> {
     let mut bounded: Vec<_> = candidates(machines, batch_tokens)?
         .into_iter()
         .map(|candidate| Bounded {
@@ -43,9 +46,9 @@ pub(super) fn run(machines: &Machines, batch_tokens: Option<u64>) -> Result<Tune
     } in &bounded
     {
         let speeds = best.iter().map(|choice| choice.tokens_per_s);
-        let slowest = match best.len() {
-            BEST => speeds.fold(f64::INFINITY, f64::min) * (1.0 - TIE),
-            _ => 0.0,
+        let slowest = match best.len() < most {
+            true => 0.0,
+            false => speeds.fold(f64::INFINITY, f64::min) * (1.0 - TIE),
         };
         if *tokens_per_s < slowest {
             break;
@@ -53,7 +56,7 @@ pub(super) fn run(machines: &Machines, batch_tokens: Option<u64>) -> Result<Tune
         match machines.choice(candidate, slowest) {
             Ok(Tried::Fits(choice)) => {
                 simulated += 1;
-                insert(&mut best, *choice);
+                insert(&mut best, *choice, most);
             }
             Ok(Tried::Slower) => simulated += 1,
             Ok(Tried::DoesNotFit) => did_not_fit += 1,
@@ -75,7 +78,7 @@ fn is_better(a: &Choice, b: &Choice) -> bool {
 }
 
 /// Adds a choice, of which only the best bucket counts.
-fn insert(best: &mut Vec<Choice>, choice: Choice) {
+fn insert(best: &mut Vec<Choice>, choice: Choice, most: usize) {
     let same =
         |other: &Choice| other.candidate.without_bucket() == choice.candidate.without_bucket();
     if let Some(other) = best.iter().position(same) {
@@ -89,7 +92,7 @@ fn insert(best: &mut Vec<Choice>, choice: Choice) {
         .take_while(|other| !is_better(&choice, other))
         .count();
     best.insert(at, choice);
-    best.truncate(BEST);
+    best.truncate(most);
 }
 
 /// All combinations, of which the trainer refuses some.

@@ -21,4 +21,5 @@ mod samples;
 mod simulated;
 mod store;
 mod support;
+mod tune;
 mod validation;

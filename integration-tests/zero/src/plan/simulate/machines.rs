@@ -169,6 +169,8 @@ impl Machines {
             model: request.model.name.clone(),
             gpus: request.gpus,
             nodes: request.nodes,
+            seq_len: request.seq_len,
+            dtype: request.dtype.to_string(),
             gpu_memory_bytes: request.gpu_memory_bytes.unwrap_or(0),
             candidates,
             simulated,

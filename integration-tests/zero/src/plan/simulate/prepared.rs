@@ -72,7 +72,7 @@ impl Prepared {
         );
         let run = match machine.cores {
             None => run,
-            Some(cores) => run.on_host(threads.unwrap_or(cores / of_node)),
+            Some(cores) => run.on_host(threads.unwrap_or((cores / of_node).max(1))),
         };
         let batches = request.gpus as f64 / request.mesh.ranks_of_batch() as f64;
         let sequences = batches * (request.micro_batch * request.grad_accum) as f64;
