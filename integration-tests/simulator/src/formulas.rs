@@ -283,6 +283,16 @@ impl Costs<'_> {
         36.0 * elements / self.memory()
     }
 
+    /// Seconds of the sums of the passes of a micro-batch over `ranks` ranks of tensor parallelism in a
+    /// node: all-reduces of each block's output, two in each forward and backward pass of a block, and
+    /// one in those of the embedding and of the head. The passes wait for them.
+    pub fn tensor_sums(&self, micro_batch: u64, ranks: u64) -> f64 {
+        let of_block = if self.software.recompute { 6.0 } else { 4.0 };
+        let sums = of_block * self.shape.layers as f64 + 4.0;
+        let bytes = 2.0 * self.tokens(micro_batch) * self.shape.width as f64;
+        sums * 2.0 * ring(bytes, ranks, 1, self.machine, self.efficiencies)
+    }
+
     /// Seconds of attention between its products with weights.
     ///
     /// - Flash: `2 T (seq + 128) width` operations of the causal half; the tile on the diagonal is

@@ -2,18 +2,19 @@
 
 mod operations;
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use zero_alloc::device::DType;
 use zero_alloc::host::OpSpan;
-use zero_alloc::schedule::Times;
+use zero_alloc::schedule::{Operation, Times, Work};
 use zero_shard::{ParamSpec, TensorCut, UnitSpec, ZeroStage};
 use zero_trainer::param_groups::ParamKind;
 use zero_trainer::{
     Pass, RunOptions, Settings, StepSchedule, TrainError, record_on_device, record_on_host,
 };
 
-use crate::workload::ShapeWorkload;
+use crate::workload::{OUTPUT, PASS, ShapeWorkload};
 use crate::{Costs, Efficiencies, Machine, PassSeconds, Row, Shape};
 use operations::OperationCosts;
 
@@ -26,11 +27,13 @@ const MAX_LAYERS: u64 = 1 << 16;
 const MAX_GPUS: u64 = 1 << 20;
 
 /// A run whose step is simulated.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Run {
     ranks: usize,
     node_ranks: usize,
     micro_batch: u64,
+    /// Elements of a block's output for one sequence.
+    output_elems: u64,
     workload: ShapeWorkload,
     settings: Settings,
     /// Threads of a rank on the host; `None`: on a GPU.
@@ -51,15 +54,9 @@ pub struct Units {
 /// The schedules of a run's steps, for any costs.
 #[derive(Clone, Debug)]
 pub struct StepSchedules {
-    /// With two and three micro-batches, or with as many as the run has.
-    by_micro_batches: Vec<StepSchedule>,
-    micro_batches: usize,
-    node_ranks: usize,
-    micro_batch: u64,
-    sharded: bool,
-    tensor_ranks: f64,
-    /// Threads of a rank on the host; `None`: on a GPU.
-    threads: Option<usize>,
+    run: Run,
+    /// By the number of micro-batches.
+    recorded: [Option<StepSchedule>; MICRO_BATCHES + 1],
 }
 
 /// A row with the schedules of its step.
@@ -103,7 +100,7 @@ impl SimulatedRow {
 }
 
 /// A simulated step.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Step {
     /// Seconds of a step.
     pub seconds: f64,
@@ -114,8 +111,6 @@ pub struct Step {
     pub network_s: f64,
     /// Seconds of collectives within nodes.
     pub links_s: f64,
-    /// The operations of the recorded steps.
-    pub spans: Vec<OpSpan>,
 }
 
 /// Seconds of one recorded step.
@@ -156,11 +151,11 @@ impl Run {
             ranks,
             node_ranks: node_ranks.max(1),
             micro_batch,
+            output_elems: shape.seq.saturating_mul(shape.width),
             workload: ShapeWorkload {
                 units: units.units,
                 passes: units.passes,
                 cut: units.cut,
-                output_elems: output_elems(shape, micro_batch),
                 recompute,
                 writes_grads: true,
             },
@@ -222,11 +217,11 @@ impl Run {
             ranks: row.gpus as usize,
             node_ranks: (row.gpus / row.nodes.max(1)).max(1) as usize,
             micro_batch: row.micro_batch,
+            output_elems: shape.seq.saturating_mul(shape.width),
             workload: ShapeWorkload {
                 units,
                 passes,
                 cut: Arc::new(|_| TensorCut::Replicated),
-                output_elems: output_elems(shape, row.micro_batch),
                 recompute: row.recompute,
                 writes_grads: true,
             },
@@ -245,66 +240,116 @@ impl Run {
     /// # Errors
     /// Settings that the trainer refuses.
     pub fn schedules(&self) -> Result<StepSchedules, TrainError> {
-        let micro_batches = self.settings.grad_accum_steps;
-        let counts = match micro_batches {
+        let mut schedules = StepSchedules {
+            run: self.clone(),
+            recorded: Default::default(),
+        };
+        schedules.record()?;
+        Ok(schedules)
+    }
+
+    /// Records steps of `micro_batches` micro-batches.
+    fn record(&self, micro_batches: usize) -> Result<StepSchedule, TrainError> {
+        let settings = Settings {
+            grad_accum_steps: micro_batches,
+            ..self.settings.clone()
+        };
+        let options = RunOptions {
+            steps: STEPS,
+            micro_batch: 1,
+            seq_len: 1,
+            ..RunOptions::default()
+        };
+        match self.threads {
+            None => record_on_device(0, self.ranks, &settings, &self.workload, &options),
+            Some(_) => record_on_host(0, self.ranks, &settings, &self.workload, &options),
+        }
+    }
+
+    fn tensor_ranks(&self) -> usize {
+        self.settings.mesh.tensor_ranks.unwrap_or(1)
+    }
+
+    /// Ranks on one node.
+    fn node_ranks(&self) -> usize {
+        self.node_ranks.min(self.ranks)
+    }
+
+    /// The numbers of micro-batches whose steps are recorded: two and three, or as many as the run
+    /// has.
+    fn recorded_micro_batches(&self) -> RangeInclusive<usize> {
+        match self.settings.grad_accum_steps {
             few @ ..=MICRO_BATCHES => few..=few,
             _ => MICRO_BATCHES - 1..=MICRO_BATCHES,
-        };
-        let record = |grad_accum_steps| {
-            let settings = Settings {
-                grad_accum_steps,
-                ..self.settings.clone()
-            };
-            let options = RunOptions {
-                steps: STEPS,
-                micro_batch: 1,
-                seq_len: 1,
-                ..RunOptions::default()
-            };
-            match self.threads {
-                None => record_on_device(0, self.ranks, &settings, &self.workload, &options),
-                Some(_) => record_on_host(0, self.ranks, &settings, &self.workload, &options),
-            }
-        };
-        Ok(StepSchedules {
-            by_micro_batches: counts.map(record).collect::<Result<_, _>>()?,
-            micro_batches,
-            node_ranks: self.node_ranks.min(self.ranks),
-            micro_batch: self.micro_batch,
-            threads: self.threads,
-            sharded: self.settings.stage != ZeroStage::Zero,
-            tensor_ranks: self.settings.mesh.tensor_ranks.unwrap_or(1) as f64,
-        })
+        }
     }
 }
 
 impl StepSchedules {
+    /// Sets the micro-batches of a step, and their sequences. A schedule that was recorded before is
+    /// not recorded again: it does not depend on the sequences.
+    ///
+    /// # Errors
+    /// Settings that the trainer refuses.
+    pub fn set_batch(&mut self, micro_batch: u64, micro_batches: usize) -> Result<(), TrainError> {
+        self.run.micro_batch = micro_batch;
+        self.run.settings.grad_accum_steps = micro_batches;
+        self.record()
+    }
+
+    /// Records the steps that are not recorded yet.
+    fn record(&mut self) -> Result<(), TrainError> {
+        for micro_batches in self.run.recorded_micro_batches() {
+            let recorded = &mut self.recorded[micro_batches];
+            if recorded.is_none() {
+                *recorded = Some(self.run.record(micro_batches)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// The recorded steps with the run's number of micro-batches, or with two and three.
+    fn recorded(&self) -> impl DoubleEndedIterator<Item = &StepSchedule> {
+        self.recorded[self.run.recorded_micro_batches()]
+            .iter()
+            .flatten()
+    }
+
     /// The step at these costs.
     pub fn step(&self, costs: &Costs<'_>) -> Step {
-        let passes = costs.passes(self.micro_batch, self.sharded);
-        let all: Vec<_> = self
-            .by_micro_batches
-            .iter()
-            .map(|recorded| (recorded, self.times(recorded, costs, &passes)))
-            .collect();
-        let parts: Vec<_> = all
-            .iter()
-            .map(|(recorded, times)| self.parts(recorded, times))
+        let passes = self.passes(costs);
+        let parts: Vec<_> = self
+            .recorded()
+            .map(|recorded| self.parts(recorded, &self.times(recorded, costs, &passes)))
             .collect();
         let of_step = match parts[..] {
-            [two, three] => three.extrapolated(two, (self.micro_batches - MICRO_BATCHES) as f64),
+            [two, three] => {
+                let more = self.run.settings.grad_accum_steps - MICRO_BATCHES;
+                three.extrapolated(two, more as f64)
+            }
             _ => parts.first().copied().unwrap_or_default(),
         };
-        let spans = all
-            .last()
-            .map(|(recorded, times)| recorded.schedule.spans(times));
         Step {
             seconds: of_step.seconds,
             idle_s: (of_step.seconds - of_step.busy_s).max(0.0),
             network_s: of_step.network_s,
             links_s: of_step.links_s,
-            spans: spans.unwrap_or_default(),
         }
+    }
+
+    /// The operations of the recorded steps at these costs.
+    pub fn spans(&self, costs: &Costs<'_>) -> Vec<OpSpan> {
+        let passes = self.passes(costs);
+        let spans = |recorded: &StepSchedule| {
+            let times = self.times(recorded, costs, &passes);
+            recorded.schedule.spans(&times)
+        };
+        self.recorded().next_back().map(spans).unwrap_or_default()
+    }
+
+    fn passes(&self, costs: &Costs<'_>) -> PassSeconds {
+        let sharded = self.run.settings.stage != ZeroStage::Zero;
+        costs.passes(self.run.micro_batch, sharded)
     }
 
     /// The parts of the last step: between the last two marks.
@@ -346,29 +391,37 @@ impl StepSchedules {
             costs,
             passes,
         };
-        let schedule = &recorded.schedule;
-        match self.threads {
-            None => schedule.times(|operation| operations.on_gpu(operation)),
-            Some(threads) => {
-                let cores = costs.machine.cores.unwrap_or(1);
-                schedule.times(|operation| operations.on_host(operation, threads, cores))
+        let cores = costs.machine.cores.unwrap_or(1);
+        let mut before = None;
+        recorded.schedule.times(|operation| {
+            let operation = self.of_micro_batch(before.replace(*operation), operation);
+            match self.run.threads {
+                None => operations.on_gpu(&operation),
+                Some(threads) => operations.on_host(&operation, threads, cores),
             }
+        })
+    }
+
+    /// The operation with its size for this micro-batch, where one was recorded `before` it. Tensor
+    /// parallelism sums the output of each pass.
+    fn of_micro_batch(&self, before: Option<Operation>, operation: &Operation) -> Operation {
+        let run = &self.run;
+        let is_sum = run.tensor_ranks() > 1 && before.is_some_and(|before| before.label == PASS);
+        let mut operation = *operation;
+        if is_sum {
+            let elems = run.output_elems.saturating_mul(run.micro_batch);
+            let bytes = elems.saturating_mul(OUTPUT.size_bytes() as u64);
+            operation.work = Work::bytes(bytes).class(operation.work.class);
         }
+        operation
     }
 
     /// The nodes of a communicator's ranks.
     fn nodes(&self, ranks: &[usize]) -> u64 {
-        let mut nodes: Vec<_> = ranks.iter().map(|rank| rank / self.node_ranks).collect();
+        let of_node = self.run.node_ranks();
+        let mut nodes: Vec<_> = ranks.iter().map(|rank| rank / of_node).collect();
         nodes.sort_unstable();
         nodes.dedup();
         nodes.len() as u64
     }
-}
-
-/// Elements of a block's output.
-fn output_elems(shape: &Shape, micro_batch: u64) -> usize {
-    let elems = micro_batch
-        .saturating_mul(shape.seq)
-        .saturating_mul(shape.width);
-    usize::try_from(elems).unwrap_or(usize::MAX)
 }

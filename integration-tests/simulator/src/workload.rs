@@ -1,5 +1,6 @@
 //! A model that computes nothing: its units, its passes, and what they enqueue.
 
+use std::fmt;
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
@@ -13,6 +14,9 @@ use zero_trainer::{
 
 /// The label of a pass. Its [`Work::class`] is [`pass_class`].
 pub(crate) const PASS: &str = "pass";
+
+/// The type of a block's output.
+pub(crate) const OUTPUT: DType = DType::Bf16;
 
 /// The computation of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,8 +41,6 @@ pub(crate) struct ShapeWorkload {
     pub(crate) passes: Vec<Pass>,
     /// How tensor parallelism cuts a parameter.
     pub(crate) cut: Cut,
-    /// Elements of a block's output, which the ranks of tensor parallelism sum.
-    pub(crate) output_elems: usize,
     /// Whether backward computes the forward of a block again, with its sums.
     pub(crate) recompute: bool,
     /// Whether a pass that alone has a unit's gradient writes it, and does not add to zeros.
@@ -83,7 +85,7 @@ impl<D: Device<Stream = HostStream>> Workload<D> for ShapeWorkload {
         let allocate = |elems, dtype| pool.allocate(elems, dtype, Purpose::Activations, compute);
         Ok(Box::new(ShapeModel {
             loss: allocate(1, DType::F64)?,
-            output: allocate(self.output_elems, DType::Bf16)?,
+            output: allocate(1, OUTPUT)?,
             ranks: ranks.clone(),
             workload: self.clone(),
         }))
@@ -100,6 +102,8 @@ impl<D: Device<Stream = HostStream>> Workload<D> for ShapeWorkload {
 
 struct ShapeModel<D: Device> {
     loss: Block<D>,
+    /// One element: the sizes of its sums are set when a step is simulated, so one schedule is that of
+    /// all micro-batches.
     output: Block<D>,
     ranks: ModelRanks<D>,
     workload: ShapeWorkload,
@@ -165,5 +169,12 @@ impl<D: Device<Stream = HostStream>> Model<D> for ShapeModel<D> {
         let loss = unsafe { self.loss.slice() };
         // SAFETY: the block has one element of this type.
         unsafe { DeviceSlice::from_raw_parts(loss.as_ptr().cast(), 1, loss.device()) }
+    }
+}
+
+impl fmt::Debug for ShapeWorkload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (units, passes) = (self.units.len(), self.passes.len());
+        write!(f, "ShapeWorkload({units} units, {passes} passes)")
     }
 }

@@ -133,11 +133,40 @@ fn operations_do_not_grow_with_the_ranks() {
             software: &software,
             efficiencies: &Efficiencies::PRIOR,
         };
-        let step = Run::of_row(&row).unwrap().schedules().unwrap().step(&costs);
+        let schedules = Run::of_row(&row).unwrap().schedules().unwrap();
+        let spans = schedules.spans(&costs).len();
         println!("{gpus} ranks: {:?}", began.elapsed());
-        step.spans.len()
+        spans
     });
     assert_eq!(counts[0], counts[1]);
+}
+
+/// A step has the same time from schedules that were recorded for another batch.
+#[test]
+fn batches_share_schedules() {
+    let row = group("llm-foundry/h100").remove(0);
+    let software = row.software();
+    let machine = row.machine().unwrap();
+    let costs = Costs {
+        machine: &machine,
+        shape: &row.shape,
+        software: &software,
+        efficiencies: &Efficiencies::PRIOR,
+    };
+    let recorded = |micro_batch: u64, micro_batches: u64| {
+        let row = Row {
+            micro_batch,
+            global_batch: row.gpus * micro_batch * micro_batches,
+            ..row.clone()
+        };
+        Run::of_row(&row).unwrap().schedules().unwrap()
+    };
+    let mut shared = recorded(1, 1);
+    for (micro_batch, micro_batches) in [(4, 1), (2, 7), (2, 3), (1, 4), (3, 2)] {
+        shared.set_batch(micro_batch, micro_batches).unwrap();
+        let alone = recorded(micro_batch, micro_batches as u64);
+        assert_eq!(shared.step(&costs).seconds, alone.step(&costs).seconds);
+    }
 }
 
 /// Sizes that would take all memory, and a GPU that nobody knows, name their line.

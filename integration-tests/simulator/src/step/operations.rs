@@ -43,7 +43,7 @@ impl OperationCosts<'_> {
         let computes = |seconds: f64| Cost::ns(seconds * 1e9).slowdown(slowdown);
         let machine = costs.machine;
         let of_node = |bytes_per_s: f64| {
-            let seconds = work.bytes as f64 / bytes_per_s * of.node_ranks as f64;
+            let seconds = work.bytes as f64 / bytes_per_s * of.run.node_ranks() as f64;
             Cost::ns(seconds * 1e9)
         };
         // The ranks of a node share its memory and its disks.
@@ -77,7 +77,7 @@ impl OperationCosts<'_> {
         let Self { of, costs, .. } = *self;
         let efficiencies = costs.efficiencies;
         let cores = cores as f64;
-        let share = cores / of.node_ranks as f64;
+        let share = cores / of.run.node_ranks() as f64;
         let of_one = share.min(1.0);
         let of_all = match threads {
             1 => of_one,
@@ -116,7 +116,7 @@ impl OperationCosts<'_> {
                 }
             }
             "swap read" | "swap write" => {
-                let of_rank = costs.machine.disk_bytes_per_s / of.node_ranks as f64;
+                let of_rank = costs.machine.disk_bytes_per_s / of.run.node_ranks() as f64;
                 Cost::ns(bytes / of_rank * 1e9).shares(DISK)
             }
             _ => on_cores(memory_s(bytes), of_one),
@@ -126,7 +126,7 @@ impl OperationCosts<'_> {
     /// Seconds of an operation of a pass.
     fn pass_s(&self, operation: &Operation) -> f64 {
         let work = operation.work;
-        let parts = work.bytes as f64 * self.of.tensor_ranks;
+        let parts = work.bytes as f64 * self.of.run.tensor_ranks() as f64;
         self.passes.of_class(work.class) / parts
     }
 

@@ -6,7 +6,7 @@ use zero_shard::{Routing, ShardError, Sharding, ZeroStage};
 use super::advice;
 use super::largest::{largest_model_params, longest_seq_len};
 use super::request::Request;
-use super::simulate::{Point, Simulated, SimulatedOn};
+use super::simulate::{Point, SimulatedOn};
 use super::stage::{Stage, evaluate_on, layout};
 use zero_trainer::{Home, OffloadSettings};
 
@@ -86,16 +86,11 @@ impl Report {
         let largest_unit_elems = units.map(|unit| unit.padded_elems).max().unwrap_or(0);
         let stage = |stage| {
             let largest_model_params = largest_model_params(request, stage);
-            let simulated = on.map(|on| on.stage(request, stage, largest_unit_elems));
-            let simulated = simulated.transpose()?.flatten();
-            let gains = |prepared: &_| on.map_or(Vec::new(), |on| on.gains(prepared));
+            let simulated = on.and_then(|on| on.stage(request, stage, largest_unit_elems));
             evaluate_on(request, &layout, stage).map(|figures| Stage {
                 largest_model_params,
                 longest_seq_len: longest_seq_len(request, stage),
-                simulated: simulated.map(|(simulated, _, prepared)| Simulated {
-                    gains: gains(&prepared),
-                    ..simulated
-                }),
+                simulated,
                 ..figures
             })
         };

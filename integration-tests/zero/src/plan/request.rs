@@ -209,6 +209,41 @@ impl Request {
         Ok((request.with_sizes_of_file(), notices))
     }
 
+    /// The same model, cut in the same way, with the run of `args`: its groups, batch, activations,
+    /// offload and buckets. `args` have no configuration file.
+    ///
+    /// # Errors
+    /// As [`Request::new`].
+    pub(crate) fn with_run(&self, args: &PlanArgs) -> Result<Self, CliError> {
+        let run = Offloaded {
+            stage: ZeroStage::Three,
+            dtype: self.dtype,
+            checkpointing: args.activation_checkpointing,
+        };
+        let request = Self {
+            mesh: mesh(args, None, None)?,
+            offload: offload(args, None, run, &mut Vec::new())?,
+            checkpointing: args.activation_checkpointing,
+            bucket_elems: args.bucket_elems,
+            ..self.clone()
+        };
+        request.with_batch(args.micro_batch.unwrap_or(1), args.grad_accum.unwrap_or(1))
+    }
+
+    /// The same run with another batch.
+    ///
+    /// # Errors
+    /// The ranks cannot share the micro-batches.
+    pub(crate) fn with_batch(self, micro_batch: u64, grad_accum: u64) -> Result<Self, CliError> {
+        let request = Self {
+            micro_batch,
+            grad_accum,
+            ..self
+        };
+        request.check_shares()?;
+        Ok(request)
+    }
+
     /// Ranks that have a part of each parameter.
     pub(crate) fn tensor_ranks(&self) -> usize {
         self.mesh.tensor_ranks.unwrap_or(1)

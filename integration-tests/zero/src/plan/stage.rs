@@ -6,7 +6,7 @@ use std::num::NonZero;
 use serde::Serialize;
 use zero_shard::{
     ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, Routing,
-    ShardError, Sharding, StepTraffic, Tier, UnitLayout, ZeroStage,
+    ShardError, Sharding, StateBytes, StepTraffic, Tier, UnitLayout, ZeroStage,
 };
 
 use super::request::Request;
@@ -184,18 +184,47 @@ pub(crate) fn fits_on(
     layout: &GridLayout,
     stage: ZeroStage,
 ) -> Result<bool, ShardError> {
-    let Some(memory) = request.gpu_memory_bytes else {
+    if request.gpu_memory_bytes.is_none() {
         return Ok(false);
-    };
-    let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
-    let state = settings.mesh.layouts(layout.parts())?;
-    let state = state.state_bytes(stage, &settings.widths())?;
-    // Without a request, it is recomputed where the model does not fit otherwise.
-    let recompute_gelu = request
-        .recompute_gelu
-        .unwrap_or(request.can_recompute_gelu());
-    let model = memory_model(request, &settings, layout.parts(), recompute_gelu)?;
-    Ok(model.footprint(&state)?.device.total_bytes()? <= memory)
+    }
+    WithoutActivations::new(request, layout, stage)?.fits(request)
+}
+
+/// The memory of a run without its activations. It depends on whether a step has several
+/// micro-batches, and not on their number or size.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WithoutActivations {
+    state: StateBytes,
+    model: MemoryModel,
+}
+
+impl WithoutActivations {
+    /// `layout`: the flat one of the request.
+    pub(crate) fn new(
+        request: &Request,
+        layout: &GridLayout,
+        stage: ZeroStage,
+    ) -> Result<Self, ShardError> {
+        let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
+        let over_groups = settings.mesh.layouts(layout.parts())?;
+        Ok(Self {
+            state: over_groups.state_bytes(stage, &settings.widths())?,
+            model: memory_model(request, &settings, layout.parts())?,
+        })
+    }
+
+    /// Whether the run fits a GPU; false if its memory is unknown.
+    pub(crate) fn fits(&self, request: &Request) -> Result<bool, ShardError> {
+        let Some(memory) = request.gpu_memory_bytes else {
+            return Ok(false);
+        };
+        // Without a request, it is recomputed where the model does not fit otherwise.
+        let recompute_gelu = request
+            .recompute_gelu
+            .unwrap_or(request.can_recompute_gelu());
+        let model = with_activations(self.model, request, recompute_gelu)?;
+        Ok(model.footprint(&self.state)?.device.total_bytes()? <= memory)
+    }
 }
 
 fn evaluate_with(
@@ -208,7 +237,8 @@ fn evaluate_with(
     let widths = settings.widths();
     let over_groups = settings.mesh.layouts(layout.parts())?;
     let state = over_groups.state_bytes(stage, &widths)?;
-    let model = memory_model(request, &settings, layout.parts(), recompute_gelu)?;
+    let model = memory_model(request, &settings, layout.parts())?;
+    let model = with_activations(model, request, recompute_gelu)?;
     let on_cores = on_cores(request, &settings, layout.parts());
     let workspace_bytes = wide_moments(&settings, layout.parts()).unwrap_or(u64::MAX);
     let footprint = model.footprint(&state)?;
@@ -343,11 +373,11 @@ fn sent(
     Ok((axes.rank()?, egress))
 }
 
+/// The memory without activations; see [`with_activations`].
 fn memory_model(
     request: &Request,
     settings: &Settings,
     layout: &Layout,
-    recompute_gelu: bool,
 ) -> Result<MemoryModel, ShardError> {
     #[cfg(test)]
     count_units(request);
@@ -358,10 +388,6 @@ fn memory_model(
     if offload.grads_on_file().is_some() {
         placement.grads = Tier::Nvme;
     }
-    let of_model = match request.model_options(recompute_gelu) {
-        Some((config, options)) => config.gpu_bytes(&options),
-        None => estimate(request, widths.param_bytes, recompute_gelu)?,
-    };
 
     let peak_live_elems = gathers(settings, layout, &request.model.passes)
         .map_or(0, |planned| planned.peak_live_elems);
@@ -372,7 +398,7 @@ fn memory_model(
         .gathered_elems(peak_live_elems)
         .bucket_elems(settings.bucket_capacity_elems as u64)
         .buckets(settings.buckets(over_groups.grads(0).0.world_size() as usize, false) as u64)
-        .scratch_bytes(scratch.saturating_add(of_model.workspace))
+        .scratch_bytes(scratch)
         .sub_group_elems(piece_elems(settings, layout))
         .sub_group_buffers(offload.buffers as u64)
         .unit_shard_elems(largest(over_groups.grads(0).0, |u| {
@@ -382,7 +408,21 @@ fn memory_model(
                 u.padded_elems
             }
         }))
-        .param_buffers(OffloadSettings::units_ahead(&settings.prefetch, layout) as u64 + 3)
+        .param_buffers(OffloadSettings::units_ahead(&settings.prefetch, layout) as u64 + 3))
+}
+
+/// The memory with the activations of a micro-batch and their workspace.
+fn with_activations(
+    model: MemoryModel,
+    request: &Request,
+    recompute_gelu: bool,
+) -> Result<MemoryModel, ShardError> {
+    let of_model = match request.model_options(recompute_gelu) {
+        Some((config, options)) => config.gpu_bytes(&options),
+        None => estimate(request, model.widths.param_bytes, recompute_gelu)?,
+    };
+    Ok(model
+        .scratch_bytes(model.scratch_bytes.saturating_add(of_model.workspace))
         .activations_bytes(of_model.activations)
         .host_activations_bytes(of_model.host))
 }
@@ -422,7 +462,7 @@ fn matmul_workspace_bytes(request: &Request) -> u64 {
 }
 
 /// The largest of a unit's sizes.
-fn largest(layout: &Layout, size: impl Fn(&UnitLayout) -> u64) -> u64 {
+pub(crate) fn largest(layout: &Layout, size: impl Fn(&UnitLayout) -> u64) -> u64 {
     layout.units().iter().map(size).max().unwrap_or(0)
 }
 

@@ -4,10 +4,13 @@ use serde_json::{Value, json};
 use zero_trainer::Home;
 
 use crate::plan::PlanArgs;
-use crate::settings::args::{MeshArgs, OffloadArgs, OptimizerRanks};
+use crate::settings::args::{Collectives, MeshArgs, OffloadArgs, OptimizerRanks};
+
+/// The name that [`Candidate::flags`] have for the DeepSpeed configuration.
+pub(crate) const CONFIG_FILE: &str = "deepspeed.json";
 
 /// How the ranks of a run share its states.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Groups {
     /// Over all ranks.
     All,
@@ -20,7 +23,7 @@ pub(crate) enum Groups {
 }
 
 /// Where states are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Offload {
     /// On the GPU.
     None,
@@ -31,7 +34,7 @@ pub(crate) enum Offload {
 }
 
 /// A configuration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Candidate {
     pub(crate) stage: u8,
     pub(crate) groups: Groups,
@@ -40,19 +43,34 @@ pub(crate) struct Candidate {
     pub(crate) grad_accum: u64,
     pub(crate) checkpointing: bool,
     pub(crate) offload: Offload,
-    /// The gradient bucket's size: 1 / this of the largest unit.
-    pub(crate) bucket_part: u64,
+    /// The route of collectives over all ranks; [`Collectives::Auto`] where there is only one.
+    pub(crate) collectives: Collectives,
+    /// Elements of a gradient bucket; `None`: the largest unit.
+    pub(crate) bucket_elems: Option<u64>,
+    /// Elements that stage 3 gathers ahead of their use; `None`: one unit.
+    pub(crate) prefetch_elems: Option<u64>,
+}
+
+/// Sizes of a model, in elements of a rank's part of it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct UnitSizes {
+    pub(crate) largest: u64,
+    /// The unit of the median size.
+    pub(crate) block: u64,
+    pub(crate) all: u64,
 }
 
 impl Candidate {
-    /// The plan of this configuration. `group`: data ranks of a node; `largest_unit`: elements.
-    pub(crate) fn plan(&self, base: &PlanArgs, group: usize, largest_unit: u64) -> PlanArgs {
+    /// The plan of this configuration, for which flags have no prefetch. `group`: data ranks of a
+    /// node.
+    pub(crate) fn plan(&self, base: &PlanArgs, group: usize) -> PlanArgs {
         let with = |is: bool| is.then_some(group);
         let mesh = MeshArgs {
             shard_group: with(matches!(self.groups, Groups::Node | Groups::NodeAndWorld)),
             shard_optimizer: (self.groups == Groups::NodeAndWorld).then_some(OptimizerRanks::World),
             hpz: with(self.groups == Groups::Hpz),
             tensor_parallel: (self.tensor_parallel > 1).then_some(self.tensor_parallel),
+            collectives: Some(self.collectives),
             ..MeshArgs::default()
         };
         let host = |is: bool| is.then_some(Home::Host);
@@ -66,24 +84,24 @@ impl Candidate {
                 offload_params: host(self.offload == Offload::Params),
                 ..OffloadArgs::default()
             },
-            bucket_elems: match self.bucket_part {
-                1 => base.bucket_elems,
-                part => Some(largest_unit / part),
-            },
+            bucket_elems: self.bucket_elems.or(base.bucket_elems),
             ..base.clone()
         }
     }
 
-    /// The same configuration with the whole bucket: variants of one choice.
-    pub(crate) fn without_bucket(&self) -> Self {
+    /// The same configuration with the default communication: variants of one choice.
+    pub(crate) fn without_communication(&self) -> Self {
         Self {
-            bucket_part: 1,
+            collectives: Collectives::Auto,
+            bucket_elems: None,
+            prefetch_elems: None,
             ..*self
         }
     }
 
-    /// The flags of `zero train`.
-    pub(crate) fn flags(&self, group: usize, largest_unit: u64) -> Vec<String> {
+    /// The flags of `zero train`. It has none for prefetch, so they name the file of
+    /// [`Self::deepspeed`].
+    pub(crate) fn flags(&self, group: usize) -> Vec<String> {
         let mut flags = vec![
             format!("--stage {}", self.stage),
             format!("--micro-batch {}", self.micro_batch),
@@ -109,18 +127,44 @@ impl Candidate {
             self.offload == Offload::Params,
             "--offload-params cpu".to_owned(),
         );
-        let part = self.bucket_part;
-        add(part > 1, format!("--bucket-elems {}", largest_unit / part));
+        match self.collectives {
+            Collectives::Auto => {}
+            Collectives::Flat => flags.push("--collectives flat".to_owned()),
+            Collectives::TwoLevel => flags.push("--collectives two-level".to_owned()),
+        }
+        if let Some(elems) = self.bucket_elems {
+            flags.push(format!("--bucket-elems {elems}"));
+        }
+        if self.prefetch_elems.is_some() {
+            flags.push(format!("--config {CONFIG_FILE}"));
+        }
         flags
     }
 
-    /// The same in DeepSpeed's words; tensor parallelism is Megatron's there.
-    pub(crate) fn deepspeed(&self, dtype: &str, group: usize, largest_unit: u64) -> Value {
+    /// The same in DeepSpeed's words; tensor parallelism is Megatron's there. `bucket_elems` without a
+    /// bucket of its own.
+    pub(crate) fn deepspeed(
+        &self,
+        dtype: &str,
+        group: usize,
+        bucket_elems: u64,
+        units: UnitSizes,
+    ) -> Value {
         let mut zero = json!({
             "stage": self.stage,
             "overlap_comm": true,
-            "reduce_bucket_size": largest_unit / self.bucket_part,
+            "reduce_bucket_size": self.bucket_elems.unwrap_or(bucket_elems),
         });
+        if self.stage == 3 {
+            let ahead = self.prefetch_elems.unwrap_or(units.block);
+            zero["stage3_prefetch_bucket_size"] = ahead.into();
+        }
+        if self.prefetch_elems.is_some() {
+            // The simulated step has no limits besides, where DeepSpeed's defaults are some. Padding
+            // is less than the units.
+            zero["stage3_max_live_parameters"] = units.all.saturating_mul(2).into();
+            zero["stage3_param_persistence_threshold"] = 0.into();
+        }
         match self.groups {
             Groups::All => {}
             Groups::Node | Groups::NodeAndWorld => zero["mics_shard_size"] = group.into(),

@@ -11,7 +11,7 @@ use super::merge::merged;
 use super::outcome::{Outcome, TrialSteps};
 use super::place::Place;
 use super::trials::{ResultsFolder, Trial, TrialSetup};
-use super::{Choice, TuneArgs, Tuned, measured_table, search_most};
+use super::{BatchTokens, Choice, TuneArgs, Tuned, measured_table, search_most};
 use crate::error::CliError;
 use crate::files::absolute;
 use crate::flags::DTypeFlag;
@@ -156,7 +156,9 @@ pub(super) fn measure(of: &Measurement) -> Result<MeasuredTune, CliError> {
         .collect();
     let trials = run_all(of, &planned, &mut folder)?;
 
-    let mut choices: Vec<_> = planned.iter().zip(trials).map(result).collect();
+    let results = planned.iter().zip(trials);
+    let results = results.map(|(plan, (trial, earlier))| result(&folder, plan, trial, earlier));
+    let mut choices: Vec<_> = results.collect();
     rank(&mut choices, of.metric);
     if choices.iter().all(|choice| choice.rank.is_none()) {
         return Err(CliError::Failure(all_failed(&choices, &of.out)));
@@ -197,7 +199,9 @@ fn search(of: &Measurement, place: &Place) -> Result<Tuned, CliError> {
     let batch_tokens = rows.map(|rows| rows.saturating_mul(seq_len));
     let args = TuneArgs {
         hardware: Some(place.hardware.clone()),
-        batch_tokens: batch_tokens.or(of.search.batch_tokens),
+        batch_tokens: batch_tokens
+            .map(BatchTokens::exactly)
+            .or(of.search.batch_tokens),
         ..of.search.clone()
     };
     search_most(&args, of.trials).map_err(|error| match rows {
@@ -211,6 +215,8 @@ struct Planned<'a> {
     choice: &'a Choice,
     /// Without those of the trial.
     train_flags: Vec<String>,
+    /// Whether the choice itself needs a configuration file, for what has no flag.
+    needs_config: bool,
     setup: TrialSetup,
 }
 
@@ -231,9 +237,17 @@ impl<'a> Planned<'a> {
             format!("--dtype {}", tuned.dtype),
         ];
         let mut train_flags = words(&fixed);
-        let config = of.config.as_ref().map(|user| merged(user, choice));
-        if config.is_none() {
-            train_flags.extend(words(&choice.flags));
+        let of_user = of.config.as_ref().map(|user| merged(user, choice));
+        let needs_config = of_user.is_none() && choice.candidate.prefetch_elems.is_some();
+        let config = match needs_config {
+            true => Some(choice.deepspeed.clone()),
+            false => of_user,
+        };
+        if of.config.is_none() {
+            let flags = choice.flags.iter();
+            // The file of the trial is in the folder of results.
+            let flags = flags.filter(|flag| !flag.starts_with("--config "));
+            train_flags.extend(words(&flags.cloned().collect::<Vec<_>>()));
         }
         train_flags.extend(of.flags.iter().cloned());
 
@@ -246,6 +260,7 @@ impl<'a> Planned<'a> {
         Self {
             choice,
             train_flags,
+            needs_config,
             setup: TrialSetup {
                 model: match model.is_dir() {
                     true => absolute(model),
@@ -353,7 +368,12 @@ fn write_config(path: &Path, config: &Value) -> Result<(), CliError> {
         .map_err(|error| CliError::Failure(format!("failed to write {}: {error}", path.display())))
 }
 
-fn result((plan, (trial, earlier)): (&Planned<'_>, (Trial, bool))) -> MeasuredChoice {
+fn result(
+    folder: &ResultsFolder,
+    plan: &Planned<'_>,
+    trial: Trial,
+    earlier: bool,
+) -> MeasuredChoice {
     let choice = plan.choice;
     let (measured_ms, peak_bytes) = match trial.outcome {
         Outcome::Measured {
@@ -364,7 +384,9 @@ fn result((plan, (trial, earlier)): (&Planned<'_>, (Trial, bool))) -> MeasuredCh
     };
     let step_tokens = choice.tokens_per_s * choice.step_ms / 1e3;
     let mut command = vec!["train".to_owned()];
-    command.extend(plan.args(None, &plan.train_flags));
+    let config = folder.file(&format!("{}.json", trial.number));
+    let config = plan.needs_config.then_some(config.as_path());
+    command.extend(plan.args(config, &plan.train_flags));
     MeasuredChoice {
         rank: None,
         simulated_ms: choice.step_ms,

@@ -68,6 +68,8 @@ fn merged_zero(user: &Map<String, Value>, choice: &Map<String, Value>) -> Map<St
 mod tests {
     use super::*;
     use crate::config::DsConfig;
+    use crate::settings::args::Collectives;
+    use crate::tune::UnitSizes;
     use crate::tune::candidate::{Candidate, Groups, Offload};
 
     fn choice(candidate: Candidate) -> Choice {
@@ -82,7 +84,7 @@ mod tests {
             gpu_bytes: 0,
             host_bytes: 0,
             flags: Vec::new(),
-            deepspeed: candidate.deepspeed("bf16", 1, 1000),
+            deepspeed: candidate.deepspeed("bf16", 1, 1000, UnitSizes::default()),
             candidate,
         }
     }
@@ -95,7 +97,9 @@ mod tests {
         grad_accum: 3,
         checkpointing: false,
         offload: Offload::None,
-        bucket_part: 4,
+        collectives: Collectives::Auto,
+        bucket_elems: Some(250),
+        prefetch_elems: None,
     };
 
     #[test]

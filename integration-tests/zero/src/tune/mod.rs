@@ -17,6 +17,7 @@ mod trials;
 use std::path::PathBuf;
 
 use clap::Args;
+use parse_size::Config;
 use serde::Serialize;
 
 use crate::error::CliError;
@@ -24,7 +25,9 @@ use crate::flags::{DTypeFlag, parse_tokens, parse_whole};
 use crate::output::print_text;
 use crate::plan::{Machines, PlanArgs};
 pub use args::TrialArgs;
-pub(crate) use candidate::Candidate;
+pub(crate) use candidate::{Candidate, UnitSizes};
+#[cfg(test)]
+pub(crate) use search::{Batches, candidates};
 
 /// Configurations that are printed.
 const BEST: usize = 5;
@@ -40,9 +43,10 @@ pub struct TuneArgs {
     #[arg(long, value_name = "NAME:GPUSxNODES", required_unless_present = "data")]
     pub hardware: Option<String>,
     /// Tokens of a step of all GPUs, such as 4M: what micro-batches and GPUs do not have,
-    /// accumulation does [default: one micro-batch a step]
-    #[arg(long, value_name = "COUNT", value_parser = parse_tokens)]
-    pub batch_tokens: Option<u64>,
+    /// accumulation does. M is 10^6 where that is a whole number of sequences a GPU, else 2^20
+    /// [default: one micro-batch a step]
+    #[arg(long, value_name = "COUNT", value_parser = parse_batch_tokens)]
+    pub batch_tokens: Option<BatchTokens>,
     /// Tokens per sequence [default: 1024, or the model's positions]
     #[arg(long, value_name = "T", value_parser = parse_whole::<u64>)]
     pub seq_len: Option<u64>,
@@ -60,6 +64,37 @@ pub struct TuneArgs {
     pub json: bool,
 }
 
+/// A number of tokens, of which a suffix such as M has two readings.
+#[derive(Clone, Copy, Debug)]
+pub struct BatchTokens {
+    decimal: u64,
+    binary: u64,
+}
+
+impl BatchTokens {
+    /// `tokens`, as they are.
+    fn exactly(tokens: u64) -> Self {
+        Self {
+            decimal: tokens,
+            binary: tokens,
+        }
+    }
+
+    /// The readings, the first one first.
+    fn readings(self) -> [u64; 2] {
+        [self.decimal, self.binary]
+    }
+}
+
+fn parse_batch_tokens(text: &str) -> Result<BatchTokens, String> {
+    let decimal = parse_tokens(text)?;
+    let binary = Config::new().with_binary().parse_size(text);
+    Ok(BatchTokens {
+        decimal,
+        binary: binary.unwrap_or(decimal),
+    })
+}
+
 /// A configuration that fits, with its simulated step.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Choice {
@@ -72,7 +107,7 @@ pub(crate) struct Choice {
     pub(crate) bound: &'static str,
     pub(crate) gpu_bytes: u64,
     pub(crate) host_bytes: u64,
-    /// The flags of `zero train`.
+    /// The flags of `zero train`; a `--config deepspeed.json` among them is `deepspeed`.
     pub(crate) flags: Vec<String>,
     /// The same for DeepSpeed, as far as it has it.
     pub(crate) deepspeed: serde_json::Value,
@@ -98,6 +133,8 @@ pub(crate) struct Tuned {
     pub(crate) seq_len: u64,
     pub(crate) dtype: String,
     pub(crate) gpu_memory_bytes: u64,
+    /// Tokens of a step of all GPUs; `None` without `--batch-tokens`.
+    pub(crate) batch_tokens: Option<u64>,
     /// Configurations that were considered; some are slower than the best even without their
     /// communication, and were not simulated.
     pub(crate) candidates: usize,

@@ -1,70 +1,123 @@
 //! The search over configurations.
 //!
-//! A step takes no less than its passes, whatever is sent: so candidates are tried in the order of
-//! that bound, and the search ends at the first whose bound is slower than the last of the best. What it
+//! A step takes no less than its passes, whatever else is sent: so candidates are tried in the order
+//! of that bound, and the search ends at the first whose bound is slower than the last of the best. What it
 //! leaves out is slower, and no heuristic decides.
+//!
+//! Candidates that differ in their micro-batches only are tried together: they share a recorded
+//! schedule, which takes most of the time, and the memory without activations.
 
-use super::candidate::{Candidate, Groups, Offload};
-use super::{Choice, Tried, Tuned};
+use super::candidate::{Candidate, Groups, Offload, UnitSizes};
+use super::{BatchTokens, Choice, Tried, Tuned};
 use crate::error::CliError;
 use crate::plan::Machines;
+use crate::settings::args::Collectives;
 
 /// The largest micro-batch.
 const MAX_MICRO_BATCH: u64 = 256;
 /// Speeds closer than this part are equal: the one that needs less memory is better.
 const TIE: f64 = 0.002;
 
-/// A candidate with the tokens per second that it cannot exceed.
-struct Bounded {
-    candidate: Candidate,
-    tokens_per_s: f64,
+/// Gradient buckets, as parts of the largest unit: numerator and denominator. First the default.
+const BUCKETS: [(u64, u64); 5] = [(1, 1), (1, 4), (1, 2), (1, 8), (2, 1)];
+/// Blocks that stage 3 gathers ahead, besides the default of one unit.
+const PREFETCH_BLOCKS: [u64; 3] = [2, 4, 0];
+
+/// Candidates that differ in their micro-batches only, each with the tokens per second that it
+/// cannot exceed; the fastest bound is first.
+pub(crate) struct Batches {
+    pub(crate) candidates: Vec<(f64, Candidate)>,
+}
+
+impl Batches {
+    fn new(machines: &Machines, candidates: Vec<Candidate>) -> Self {
+        let bounded = |candidate| (machines.most_tokens_per_s(&candidate), candidate);
+        let mut candidates: Vec<_> = candidates.into_iter().map(bounded).collect();
+        candidates.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+        Self { candidates }
+    }
+
+    /// The tokens per second that none of them exceeds.
+    fn bound(&self) -> f64 {
+        self.candidates.first().map_or(0.0, |(bound, _)| *bound)
+    }
+}
+
+/// The fastest choices so far, and the numbers of candidates by their results.
+#[derive(Default)]
+struct Search {
+    /// How many choices are kept.
+    most: usize,
+    best: Vec<Choice>,
+    simulated: usize,
+    did_not_fit: usize,
+    refused: usize,
 }
 
 /// The `most` best configurations.
 pub(super) fn run(
     machines: &Machines,
-    batch_tokens: Option<u64>,
+    batch_tokens: Option<BatchTokens>,
     most: usize,
 ) -> Result<Tuned, CliError> {
-    let mut bounded: Vec<_> = candidates(machines, batch_tokens)?
-        .into_iter()
-        .map(|candidate| Bounded {
-            tokens_per_s: machines.most_tokens_per_s(&candidate),
-            candidate,
-        })
-        .collect();
-    // Stable: of equal bounds, the simpler candidate is tried first.
-    bounded.sort_by(|a, b| b.tokens_per_s.total_cmp(&a.tokens_per_s));
+    let mut groups = candidates(machines, batch_tokens)?;
+    // Stable: of equal bounds, the simpler candidates are tried first.
+    groups.sort_by(|a, b| b.bound().total_cmp(&a.bound()));
 
-    let mut best: Vec<Choice> = Vec::new();
-    let mut simulated = 0;
-    let mut did_not_fit = 0;
-    let mut refused = 0;
-    for Bounded {
-        candidate,
-        tokens_per_s,
-    } in &bounded
-    {
-        let speeds = best.iter().map(|choice| choice.tokens_per_s);
-        let slowest = match best.len() < most {
-            true => 0.0,
-            false => speeds.fold(f64::INFINITY, f64::min) * (1.0 - TIE),
-        };
-        if *tokens_per_s < slowest {
+    let mut search = Search {
+        most,
+        ..Search::default()
+    };
+    for group in &groups {
+        if group.bound() < search.slowest() {
             break;
         }
-        match machines.choice(candidate, slowest) {
-            Ok(Tried::Fits(choice)) => {
-                simulated += 1;
-                insert(&mut best, *choice, most);
-            }
-            Ok(Tried::Slower) => simulated += 1,
-            Ok(Tried::DoesNotFit) => did_not_fit += 1,
-            // A combination that the trainer refuses.
-            Err(_) => refused += 1,
+        search.group(machines, group);
+    }
+    let candidates = groups.iter().map(|group| group.candidates.len()).sum();
+    let mut all = groups.iter().flat_map(|group| &group.candidates);
+    let tokens = batch_tokens.and_then(|_| all.next());
+    let tokens = tokens.map(|(_, candidate)| machines.batch_tokens(candidate));
+    let counts = [search.simulated, search.did_not_fit, search.refused];
+    Ok(machines.tuned(candidates, tokens, counts, search.best))
+}
+
+impl Search {
+    /// The tokens per second below which a candidate is none of the best.
+    fn slowest(&self) -> f64 {
+        let speeds = self.best.iter().map(|choice| choice.tokens_per_s);
+        match self.best.len() < self.most {
+            true => 0.0,
+            false => speeds.fold(f64::INFINITY, f64::min) * (1.0 - TIE),
         }
     }
-    Ok(machines.tuned(bounded.len(), [simulated, did_not_fit, refused], best))
+
+    /// Tries the candidates of a group that may be among the best.
+    fn group(&mut self, machines: &Machines, group: &Batches) {
+        let Some((_, first)) = group.candidates.first() else {
+            return;
+        };
+        let Ok(mut run) = machines.run(first) else {
+            self.refused += group.candidates.len();
+            return;
+        };
+        for (bound, candidate) in &group.candidates {
+            let slowest = self.slowest();
+            if *bound < slowest {
+                return;
+            }
+            match run.choice(candidate, slowest) {
+                Ok(Tried::Fits(choice)) => {
+                    self.simulated += 1;
+                    insert(&mut self.best, *choice, self.most);
+                }
+                Ok(Tried::Slower) => self.simulated += 1,
+                Ok(Tried::DoesNotFit) => self.did_not_fit += 1,
+                // A combination that the trainer refuses.
+                Err(_) => self.refused += 1,
+            }
+        }
+    }
 }
 
 /// Whether `a` is the better choice.
@@ -77,10 +130,10 @@ fn is_better(a: &Choice, b: &Choice) -> bool {
     }
 }
 
-/// Adds a choice, of which only the best bucket counts.
+/// Adds a choice, of which only the best communication counts.
 fn insert(best: &mut Vec<Choice>, choice: Choice, most: usize) {
-    let same =
-        |other: &Choice| other.candidate.without_bucket() == choice.candidate.without_bucket();
+    let of = |choice: &Choice| choice.candidate.without_communication();
+    let same = |other: &Choice| of(other) == of(&choice);
     if let Some(other) = best.iter().position(same) {
         if !is_better(&choice, &best[other]) {
             return;
@@ -96,46 +149,111 @@ fn insert(best: &mut Vec<Choice>, choice: Choice, most: usize) {
 }
 
 /// All combinations, of which the trainer refuses some.
-fn candidates(machines: &Machines, batch_tokens: Option<u64>) -> Result<Vec<Candidate>, CliError> {
+///
+/// # Errors
+/// The batch is that of no combination.
+pub(crate) fn candidates(
+    machines: &Machines,
+    batch_tokens: Option<BatchTokens>,
+) -> Result<Vec<Batches>, CliError> {
+    let (gpus, _, seq_len) = machines.sizes();
+    let readings: &[Option<u64>] = match batch_tokens {
+        None => &[None],
+        Some(tokens) => &tokens.readings().map(Some),
+    };
+    let of_reading = |tokens: &Option<u64>| {
+        let groups: Vec<_> = machines
+            .tensor_ranks()
+            .flat_map(|tensor_ranks| of_tensor_ranks(machines, tensor_ranks, *tokens))
+            .collect();
+        (!groups.is_empty()).then_some(groups)
+    };
+    readings.iter().find_map(of_reading).ok_or_else(|| {
+        let tokens = readings.iter().flatten().next().unwrap_or(&0);
+        CliError::Usage(format!(
+            "--batch-tokens {tokens}: expected a multiple of {gpus} GPUs x {seq_len} tokens, or of fewer GPUs with tensor parallelism"
+        ))
+    })
+}
+
+/// The candidates with `tensor_ranks`; none if they do not divide the batch.
+fn of_tensor_ranks(machines: &Machines, tensor_ranks: usize, tokens: Option<u64>) -> Vec<Batches> {
     let (gpus, node, seq_len) = machines.sizes();
     let several_nodes = gpus > node;
-    let mut all = Vec::new();
-    for tensor_parallel in machines.tensor_ranks() {
-        let batches = gpus / tensor_parallel as u64;
-        let sequences = match batch_tokens {
-            None => None,
-            Some(tokens) if tokens % (batches * seq_len) == 0 => Some(tokens / (batches * seq_len)),
-            Some(_) => continue,
-        };
-        let micro_batches = (0..)
-            .map(|power| 1u64 << power)
-            .take_while(|&micro| micro <= sequences.unwrap_or(u64::MAX).min(MAX_MICRO_BATCH))
-            .filter(|micro| sequences.is_none_or(|sequences| sequences.is_multiple_of(*micro)));
-        for micro_batch in micro_batches {
-            for (stage, groups) in meshes(several_nodes) {
-                for (checkpointing, offload) in memory(stage) {
-                    for bucket_part in [1, 4] {
-                        all.push(Candidate {
-                            stage,
-                            groups,
-                            tensor_parallel,
-                            micro_batch,
-                            grad_accum: sequences.map_or(1, |all| all / micro_batch),
-                            checkpointing,
-                            offload,
-                            bucket_part,
-                        });
-                    }
-                }
+    let of_sequence = gpus / tensor_ranks as u64 * seq_len;
+    if tokens.is_some_and(|tokens| !tokens.is_multiple_of(of_sequence)) {
+        return Vec::new();
+    }
+    let sequences = tokens.map(|tokens| tokens / of_sequence);
+    let units = machines.unit_sizes(tensor_ranks);
+    let has_levels = several_nodes && node > tensor_ranks as u64;
+
+    let mut groups = Vec::new();
+    for (stage, ranks) in meshes(several_nodes) {
+        for (checkpointing, offload) in memory(stage) {
+            for (collectives, bucket_elems, prefetch_elems) in
+                communication(stage, has_levels && ranks == Groups::All, &units, gpus)
+            {
+                let of = |micro_batch| Candidate {
+                    stage,
+                    groups: ranks,
+                    tensor_parallel: tensor_ranks,
+                    micro_batch,
+                    grad_accum: sequences.map_or(1, |all| all / micro_batch),
+                    checkpointing,
+                    offload,
+                    collectives,
+                    bucket_elems,
+                    prefetch_elems,
+                };
+                let candidates = micro_batches(sequences).map(of).collect();
+                groups.push(Batches::new(machines, candidates));
             }
         }
     }
-    match (all.is_empty(), batch_tokens) {
-        (true, Some(tokens)) => Err(CliError::Usage(format!(
-            "--batch-tokens {tokens}: expected a multiple of {gpus} GPUs x {seq_len} tokens, or of fewer GPUs with tensor parallelism"
-        ))),
-        _ => Ok(all),
+    groups
+}
+
+/// Micro-batches that divide the `sequences` of a rank; without a batch, powers of two and three
+/// times those.
+fn micro_batches(sequences: Option<u64>) -> impl Iterator<Item = u64> {
+    let is_usual = |micro: u64| {
+        let odd = micro >> micro.trailing_zeros();
+        odd == 1 || odd == 3
+    };
+    (1..=MAX_MICRO_BATCH).filter(move |&micro| match sequences {
+        Some(sequences) => sequences.is_multiple_of(micro),
+        None => is_usual(micro),
+    })
+}
+
+/// Routes of collectives, elements of buckets, and elements that are gathered ahead.
+fn communication(
+    stage: u8,
+    has_levels: bool,
+    units: &UnitSizes,
+    gpus: u64,
+) -> Vec<(Collectives, Option<u64>, Option<u64>)> {
+    let routes: &[Collectives] = match has_levels {
+        true => &[Collectives::TwoLevel, Collectives::Flat],
+        false => &[Collectives::Auto],
+    };
+    let mut prefetches = vec![None];
+    if stage == 3 {
+        prefetches.extend(PREFETCH_BLOCKS.map(|blocks| Some(blocks * units.block)));
     }
+    let mut all = Vec::new();
+    for &route in routes {
+        for (numerator, denominator) in BUCKETS {
+            let elems = units.largest * numerator / denominator;
+            let bucket = (numerator != denominator).then_some(elems);
+            // A bucket has an element for each rank.
+            if bucket.is_none() || elems >= gpus {
+                all.extend(prefetches.iter().map(|prefetch| (route, bucket, *prefetch)));
+            }
+        }
+    }
+    all
 }
 
 fn meshes(several_nodes: bool) -> Vec<(u8, Groups)> {

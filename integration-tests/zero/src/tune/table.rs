@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use indicatif::HumanCount;
 
+use super::candidate::CONFIG_FILE;
 use super::{Choice, Tuned};
 use crate::output::{bytes, counted};
 use crate::plan::calibrated;
@@ -21,6 +22,10 @@ pub(super) fn text(tuned: &Tuned, model: &str) -> String {
         bytes(tuned.gpu_memory_bytes),
         HumanCount(tuned.refused as u64),
     );
+    if let Some(tokens) = tuned.batch_tokens {
+        // Writing to a string does not fail.
+        let _ = writeln!(text, "A step has {} tokens.", HumanCount(tokens));
+    }
     if tuned.extrapolated {
         text += "Extrapolated: the formulas were compared with runs of up to 128 GPUs.\n";
     }
@@ -59,6 +64,10 @@ fn of_choice(number: usize, choice: &Choice, tuned: &Tuned, model: &str) -> Stri
         text,
         "   zero train --model {model} --device cuda{ranks} {flags}"
     );
-    let _ = writeln!(text, "   DeepSpeed: {}", choice.deepspeed);
+    let file = match choice.candidate.prefetch_elems {
+        Some(_) => format!(", the {CONFIG_FILE} of these flags"),
+        None => String::new(),
+    };
+    let _ = writeln!(text, "   DeepSpeed{file}: {}", choice.deepspeed);
     text
 }

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use zero_shard::{ShardError, ZeroStage};
+use zero_shard::ZeroStage;
 use zero_simulator::{
     Cluster, Efficiencies, Machine, MachineError, Step, from_text, likely_range, to_text,
 };
@@ -239,39 +239,38 @@ impl SimulatedOn {
         }))
     }
 
-    /// The step of `stage`, and what to print of it. `None` for a model of assumed shape.
+    /// The recorded step of `stage`. `None` for a model of assumed shape, or if it cannot be
+    /// simulated.
+    fn prepared(&self, request: &Request, stage: ZeroStage, largest_unit: u64) -> Option<Prepared> {
+        request.model.config.as_ref()?;
+        Prepared::new(&self.machine, request, stage, largest_unit, None)
+            .inspect_err(|why| tracing::warn!("{stage} is not simulated: {why}"))
+            .ok()
+    }
+
+    /// The step of `stage`. `None` as of [`Self::prepared`].
     pub(super) fn stage(
         &self,
         request: &Request,
         stage: ZeroStage,
         largest_unit: u64,
-    ) -> Result<Option<(Simulated, Step, Prepared)>, ShardError> {
-        let Some(config) = request.model.config.clone() else {
-            return Ok(None);
-        };
-        let prepared = Prepared::new(&self.machine, request, stage, largest_unit, None);
-        let prepared = match prepared {
-            Ok(prepared) => prepared,
-            Err(why) => {
-                tracing::warn!("{stage} is not simulated: {why}");
-                return Ok(None);
-            }
-        };
-        let step = prepared.step(&self.efficiencies);
-        let flops_per_token = config.flops_per_token(request.seq_len as usize);
-        let simulated = self.simulated(request, &step, flops_per_token);
-        Ok(Some((simulated, step, prepared)))
-    }
-
-    /// What faster parts of the machine would save of a step.
-    pub(super) fn gains(&self, prepared: &Prepared) -> Vec<Gain> {
-        match self.explains {
+    ) -> Option<Simulated> {
+        let prepared = self.prepared(request, stage, largest_unit)?;
+        let gains = match self.explains {
             true => prepared.gains(&self.efficiencies),
             false => Vec::new(),
-        }
+        };
+        Some(Simulated {
+            gains,
+            ..self.simulated(request, &prepared.step(&self.efficiencies))
+        })
     }
 
-    fn simulated(&self, request: &Request, step: &Step, flops_per_token: f64) -> Simulated {
+    fn simulated(&self, request: &Request, step: &Step) -> Simulated {
+        let config = request.model.config.as_ref();
+        let flops_per_token = config.map_or(0.0, |config| {
+            config.flops_per_token(request.seq_len as usize)
+        });
         let gpus = request.gpus as f64;
         let batches = gpus / request.mesh.ranks_of_batch() as f64;
         let sequences = batches * (request.micro_batch * request.grad_accum) as f64;

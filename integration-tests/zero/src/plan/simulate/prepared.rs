@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use zero_alloc::device::DType;
+use zero_alloc::host::OpSpan;
 use zero_shard::ZeroStage;
 use zero_simulator::{
     Attention, Costs, Efficiencies, Machine, Run, Shape, Software, Step, StepSchedules, Units,
@@ -24,13 +25,20 @@ pub(crate) struct Gain {
 }
 
 /// A run on a machine, whose step is recorded.
-pub(crate) struct Prepared {
+pub(super) struct Prepared {
     machine: Machine,
     shape: Shape,
     software: Software,
     schedules: StepSchedules,
     /// Tokens of a step of all ranks, per rank.
     tokens_gpu: f64,
+}
+
+/// Tokens of a step of all ranks, per rank.
+fn tokens_gpu(request: &Request) -> f64 {
+    let batches = request.gpus as f64 / request.mesh.ranks_of_batch() as f64;
+    let sequences = batches * (request.micro_batch * request.grad_accum) as f64;
+    sequences * request.seq_len as f64 / request.gpus as f64
 }
 
 impl Prepared {
@@ -74,25 +82,44 @@ impl Prepared {
             None => run,
             Some(cores) => run.on_host(threads.unwrap_or((cores / of_node).max(1))),
         };
-        let batches = request.gpus as f64 / request.mesh.ranks_of_batch() as f64;
-        let sequences = batches * (request.micro_batch * request.grad_accum) as f64;
         Ok(Self {
             machine: machine.clone(),
             shape,
             software: software(machine, request.dtype, request.checkpointing),
             schedules: run.schedules().map_err(|error| error.to_string())?,
-            tokens_gpu: sequences * request.seq_len as f64 / request.gpus as f64,
+            tokens_gpu: tokens_gpu(request),
         })
+    }
+
+    /// Sets the batch to that of `request`, which is otherwise that of [`Self::new`].
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub(super) fn set_batch(&mut self, request: &Request) -> Result<(), String> {
+        self.tokens_gpu = tokens_gpu(request);
+        let recorded = self
+            .schedules
+            .set_batch(request.micro_batch, request.grad_accum as usize);
+        recorded.map_err(|error| error.to_string())
     }
 
     /// The step.
     pub(super) fn step(&self, efficiencies: &Efficiencies) -> Step {
-        self.schedules.step(&Costs {
+        self.schedules.step(&self.costs(efficiencies))
+    }
+
+    /// The operations of the recorded steps.
+    pub(super) fn spans(&self, efficiencies: &Efficiencies) -> Vec<OpSpan> {
+        self.schedules.spans(&self.costs(efficiencies))
+    }
+
+    fn costs<'a>(&'a self, efficiencies: &'a Efficiencies) -> Costs<'a> {
+        Costs {
             machine: &self.machine,
             shape: &self.shape,
             software: &self.software,
             efficiencies,
-        })
+        }
     }
 
     /// The part of the step that would be saved by twice the rate of each part of the machine, of those
@@ -117,9 +144,7 @@ impl Prepared {
             double(&mut machine);
             let faster = self.schedules.step(&Costs {
                 machine: &machine,
-                shape: &self.shape,
-                software: &self.software,
-                efficiencies,
+                ..self.costs(efficiencies)
             });
             Gain {
                 what,

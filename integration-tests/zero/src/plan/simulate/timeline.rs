@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
+use zero_alloc::host::OpSpan;
 use zero_shard::ZeroStage;
-use zero_simulator::Step;
 
 use super::SimulatedOn;
 use crate::error::CliError;
@@ -33,11 +33,10 @@ pub(super) fn write(
         ));
     };
     let largest = report.largest_unit_elems;
-    let step = on.stage(request, stage, largest).map_err(CliError::usage)?;
-    let Some((_, step, _)) = step else {
+    let Some(prepared) = on.prepared(request, stage, largest) else {
         return Ok(());
     };
-    let mut events = events(&step);
+    let mut events = events(&prepared.spans(&on.efficiencies));
     if let Some(beside) = beside {
         events.push(process(SIMULATED, "simulated"));
         events.push(process(MEASURED, "measured"));
@@ -80,14 +79,14 @@ fn measured(path: &Path) -> Result<Vec<Value>, CliError> {
 }
 
 /// Chrome's trace events, which Perfetto opens: one track a stream, in microseconds.
-fn events(step: &Step) -> Vec<Value> {
-    let mut tracks: Vec<&str> = step.spans.iter().map(|span| &*span.stream).collect();
+fn events(spans: &[OpSpan]) -> Vec<Value> {
+    let mut tracks: Vec<&str> = spans.iter().map(|span| &*span.stream).collect();
     tracks.sort_unstable();
     tracks.dedup();
     let names = tracks.iter().enumerate().map(|(track, name)| {
         json!({"ph": "M", "pid": SIMULATED, "tid": track, "name": "thread_name", "args": {"name": name}})
     });
-    let spans = step.spans.iter().filter(|span| span.end > span.start);
+    let spans = spans.iter().filter(|span| span.end > span.start);
     let spans = spans.map(|span| {
         let track = tracks.iter().position(|track| *track == &*span.stream);
         let us = |time: std::time::Duration| time.as_nanos() as f64 / 1e3;

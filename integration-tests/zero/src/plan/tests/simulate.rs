@@ -1,13 +1,19 @@
 //! Simulated steps, sweeps, timelines and tables of predictions.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use clap::Parser;
 use serde_json::Value;
+use tempfile::TempDir;
+use zero_shard::ZeroStage;
+use zero_simulator::{Machine, to_text};
 
 use super::{args, json, text, usage_error};
-use crate::plan::run;
-use crate::tune::{TuneArgs, Tuned, tune};
+use crate::plan::simulate::{SimulatedOn, with_hardware};
+use crate::plan::stage::fits;
+use crate::plan::{Machines, PlanArgs, Request, run};
+use crate::tune::{Batches, Candidate, Tried, TuneArgs, Tuned, candidates, tune};
 
 const LINE: &str = "--model gpt2-124m --micro-batch 4 --seq-len 1024 --simulate --hardware";
 
@@ -179,6 +185,7 @@ struct TuneLine {
 /// The best configuration is the fastest of all that fit, fits by the plan, and has the plan's time.
 #[test]
 fn the_best_of_all_is_found() {
+    let dir = tempfile::tempdir().unwrap();
     let batch = "--batch-tokens 131072 --seq-len 1024";
     let best = tuned(&format!(
         "--model gpt2-124m --hardware rtx4090-24g:4x2 {batch}"
@@ -191,6 +198,9 @@ fn the_best_of_all_is_found() {
         let flags = flags.join(" ");
         let stage: usize = choice.stage.into();
         let flags = flags.replace(&format!("--stage {stage} "), "");
+        let file = dir.path().join("deepspeed.json");
+        std::fs::write(&file, choice.deepspeed.to_string()).unwrap();
+        let flags = flags.replace("deepspeed.json", &file.display().to_string());
         let line = format!(
             "--model gpt2-124m --seq-len 1024 --simulate --hardware rtx4090-24g:4x2 {flags}"
         );
@@ -233,18 +243,154 @@ fn the_best_of_all_is_found() {
     }
 }
 
+/// A file of a GPU with `memory_bytes`.
+fn gpu(dir: &Path, memory_bytes: f64) -> String {
+    let file = dir.join("gpu.json").display().to_string();
+    let machine = Machine {
+        memory_bytes,
+        ..Machine::preset("rtx4090-24g").unwrap()
+    };
+    std::fs::write(&file, to_text(&machine, &file).unwrap()).unwrap();
+    file
+}
+
+/// A search on small GPUs, with all of its candidates.
+struct Searched {
+    base: PlanArgs,
+    machines: Machines,
+    groups: Vec<Batches>,
+    tuned: Tuned,
+    _dir: TempDir,
+}
+
+impl Searched {
+    /// `cluster`: GPUs x nodes; `batch_tokens` of 64 tokens a sequence.
+    fn new(cluster: &str, batch_tokens: u64) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let hardware = format!("{}:{cluster}", gpu(dir.path(), 52e6));
+        let line = format!(
+            "tune --model nano --hardware {hardware} --seq-len 64 --batch-tokens {batch_tokens}"
+        );
+        let args = TuneLine::try_parse_from(line.split_whitespace())
+            .unwrap()
+            .args;
+        let base = PlanArgs::of_tune("nano", &hardware, Some(64), None, None);
+        let machines = Machines::new(&base).unwrap();
+        Self {
+            base: with_hardware(&base).unwrap(),
+            groups: candidates(&machines, args.batch_tokens).unwrap(),
+            tuned: tune(&args).unwrap(),
+            machines,
+            _dir: dir,
+        }
+    }
+
+    /// The speed of a candidate that fits, of a request of its own.
+    fn alone(&self, candidate: &Candidate) -> Option<f64> {
+        let (_, node, _) = self.machines.sizes();
+        let plan = candidate.plan(&self.base, node as usize / candidate.tensor_parallel);
+        let (request, _) = Request::new(&plan).ok()?;
+        let request = Request {
+            prefetch_elems: candidate.prefetch_elems,
+            ..request
+        };
+        let stage = ZeroStage::from_number(candidate.stage.into()).unwrap();
+        let units = self.machines.unit_sizes(candidate.tensor_parallel);
+        let on = SimulatedOn::of(&plan).unwrap().unwrap();
+        let fits = fits(&request, stage).unwrap();
+        fits.then(|| {
+            on.stage(&request, stage, units.largest)
+                .unwrap()
+                .tokens_per_s
+        })
+    }
+}
+
+/// No candidate that fits is faster than the best, whatever the search left out.
+#[test]
+fn no_candidate_is_faster_than_the_best() {
+    let searched = Searched::new("2x1", 1536);
+    let mut fastest = 0.0_f64;
+    let mut did_not_fit = 0;
+    for group in &searched.groups {
+        let mut run = searched.machines.run(&group.candidates[0].1).unwrap();
+        for (_, candidate) in &group.candidates {
+            match run.choice(candidate, 0.0).unwrap() {
+                Tried::Fits(choice) => fastest = fastest.max(choice.tokens_per_s),
+                Tried::DoesNotFit => did_not_fit += 1,
+                Tried::Slower => unreachable!(),
+            }
+        }
+    }
+    let best = &searched.tuned.best[0];
+    assert!(did_not_fit > 0);
+    assert!(best.tokens_per_s >= fastest * 0.998, "{best:?}, {fastest}");
+}
+
+/// The shared schedules and memory of a search give each candidate the figures that it has alone, and
+/// no step is faster than its bound.
+#[test]
+fn candidates_are_as_alone() {
+    let searched = Searched::new("2x2", 3072);
+    let mut fit = 0;
+    for group in searched.groups.iter().step_by(17) {
+        let mut run = searched.machines.run(&group.candidates[0].1).unwrap();
+        for (bound, candidate) in &group.candidates {
+            let alone = searched.alone(candidate);
+            let speed = match run.choice(candidate, 0.0).unwrap() {
+                Tried::Fits(choice) => Some(choice.tokens_per_s),
+                _ => None,
+            };
+            assert_eq!(speed, alone, "{candidate:?}");
+            assert!(speed.is_none_or(|speed| speed <= *bound), "{candidate:?}");
+            fit += usize::from(speed.is_some());
+        }
+    }
+    assert!(fit > 0);
+}
+
+/// Micro-batches divide the batch, and buckets, prefetch and routes vary.
+#[test]
+fn all_settings_vary() {
+    let searched = Searched::new("2x2", 3072);
+    let of = |get: fn(&Candidate) -> String| {
+        let all = searched.groups.iter().flat_map(|group| &group.candidates);
+        let whole = all.filter(|(_, of)| of.tensor_parallel == 1);
+        whole.map(|(_, of)| get(of)).collect::<BTreeSet<_>>()
+    };
+    let micro_batches = of(|of| format!("{:02}", of.micro_batch));
+    assert!(
+        micro_batches
+            .iter()
+            .eq(["01", "02", "03", "04", "06", "12"])
+    );
+    assert_eq!(of(|of| format!("{:?}", of.collectives)).len(), 3);
+    assert_eq!(of(|of| format!("{:?}", of.bucket_elems)).len(), 5);
+    assert_eq!(of(|of| format!("{:?}", of.prefetch_elems)).len(), 4);
+    let tokens = searched.tuned.batch_tokens;
+    assert_eq!(tokens, Some(3072));
+}
+
+/// M is 2^20 where 10^6 is no whole number of sequences.
+#[test]
+fn tokens_have_two_readings() {
+    let tokens = |line: &str| tuned(line).batch_tokens;
+    let line = "--model nano --hardware h100-80g:2x1 --batch-tokens 1M --seq-len";
+    assert_eq!(tokens(&format!("{line} 64")), Some(1_000_000));
+    assert_eq!(tokens(&format!("{line} 256")), Some(1 << 20));
+}
+
 #[test]
 fn wrong_searches_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let small = format!("--model nano --hardware {}:1x1", gpu(dir.path(), 1e6));
     for (line, said) in [
         ("--model nano --hardware abacus:8x1", "abacus"),
         (
             "--model nano --hardware h100-80g:8x1 --batch-tokens 1000",
             "--batch-tokens 1000",
         ),
-        (
-            "--model llama3-70b --hardware rtx4090-24g:1x1 --seq-len 8192",
-            "fits in no configuration",
-        ),
+        (&small, "fits in no configuration"),
     ] {
         let words = ["tune"].into_iter().chain(line.split_whitespace());
         let error = tune(&TuneLine::try_parse_from(words).unwrap().args);
