@@ -59,8 +59,8 @@ OTHERS = [
 RUNS = 3
 SECONDS = 6.0
 WARM_UP = 3
-# Runs of the same configuration differ by as much.
-CLEAR = 0.03
+# Closer times are equal.
+CLEAR = 0.01
 
 
 def write_model(folder, layers, width, heads, vocab):

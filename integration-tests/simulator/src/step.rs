@@ -410,7 +410,9 @@ impl StepSchedules {
         let mut operation = *operation;
         if is_sum {
             let elems = run.output_elems.saturating_mul(run.micro_batch);
-            let bytes = elems.saturating_mul(OUTPUT.size_bytes() as u64);
+            // The host computes in 32 bits.
+            let dtype = run.threads.map_or(OUTPUT, |_| DType::F32);
+            let bytes = elems.saturating_mul(dtype.size_bytes() as u64);
             operation.work = Work::bytes(bytes).class(operation.work.class);
         }
         operation

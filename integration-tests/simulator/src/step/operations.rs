@@ -7,8 +7,8 @@ use super::StepSchedules;
 use crate::workload::{Kind, PASS, pass_class};
 use crate::{Costs, PassSeconds, ring};
 
-/// What operations share that run at the same time: the network, the links within a node, the cores
-/// of a rank on the host, and a rank's part of the disks.
+/// Resources that operations share which run at the same time: the network, the links within a node,
+/// the cores of a rank on the host, and a rank's part of the disks.
 const NETWORK: u8 = 0;
 const LINKS: u8 = 1;
 const CORES: u8 = 2;

@@ -1,4 +1,4 @@
-//! Runs of all ranks, each on a thread and a device of its own.
+//! Runs of all ranks, a thread and a device each.
 
 use std::sync::Arc;
 

@@ -141,8 +141,8 @@ impl Candidate {
         flags
     }
 
-    /// The same in DeepSpeed's words; tensor parallelism is Megatron's there. `bucket_elems` without a
-    /// bucket of its own.
+    /// The same in DeepSpeed's words; tensor parallelism is Megatron's there. `bucket_elems`: the
+    /// bucket, if the candidate sets none.
     pub(crate) fn deepspeed(
         &self,
         dtype: &str,

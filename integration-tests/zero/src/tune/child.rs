@@ -20,7 +20,7 @@ pub(super) struct ChildRun<'a> {
     pub(super) args: &'a [String],
     pub(super) steps: TrialSteps,
     pub(super) minutes: u64,
-    /// What it prints.
+    /// Its output.
     pub(super) log: PathBuf,
     pub(super) metrics: PathBuf,
 }

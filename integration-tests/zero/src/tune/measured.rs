@@ -24,7 +24,7 @@ const STEPS: u64 = 10;
 pub(super) const MINUTES: u64 = 10;
 const OUT: &str = "tune-results";
 
-/// What makes a configuration the best.
+/// The order of configurations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Metric {
     /// The most tokens per second.

@@ -54,7 +54,7 @@ pub struct TuneArgs {
     #[arg(long, value_enum)]
     pub dtype: Option<DTypeFlag>,
     /// The parts of the machine's figures that a program reaches, as of zero plan
-    #[arg(long, value_name = "FILE.json")]
+    #[arg(long, value_name = "FILE.toml")]
     pub efficiencies: Option<PathBuf>,
     /// Measured trials.
     #[command(flatten)]

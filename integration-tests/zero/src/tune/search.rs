@@ -83,7 +83,7 @@ pub(super) fn run(
 }
 
 impl Search {
-    /// The tokens per second below which a candidate is none of the best.
+    /// The tokens per second that a candidate needs to be among the best.
     fn slowest(&self) -> f64 {
         let speeds = self.best.iter().map(|choice| choice.tokens_per_s);
         match self.best.len() < self.most {

@@ -18,7 +18,7 @@ const TRIALS: &str = "trials.jsonl";
 /// The file of the machine's figures there.
 const MACHINE: &str = "machine.toml";
 
-/// What a trial runs: trials of one setup are interchangeable.
+/// The run of a trial: trials of one setup are interchangeable.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TrialSetup {
     pub(crate) model: String,

@@ -111,7 +111,7 @@ pub(crate) struct Simulated {
     pub(crate) links_ms: f64,
     /// The bottleneck of the step.
     pub(crate) bound: &'static str,
-    /// What twice the rate of a part of the machine would save; empty where nobody asked.
+    /// Savings by twice the rate of a part of the machine; empty in a search.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) gains: Vec<Gain>,
     /// Days and GPU hours of `--tokens`.
@@ -194,7 +194,7 @@ impl Calibration {
     }
 }
 
-/// Calibrates and predicts, if that is all that the flags ask for. Returns whether it is.
+/// Calibrates and predicts, if the flags say no more. Returns whether it did.
 pub(super) fn predicted(args: &SimulateArgs) -> Result<bool, CliError> {
     if args.calibrate.is_empty() {
         return Ok(false);
@@ -297,7 +297,7 @@ impl SimulatedOn {
     }
 }
 
-/// What a simulation relies on, in words.
+/// The source of a simulation's efficiencies, in words.
 pub(crate) fn calibrated(source: Option<&str>, on_host: bool) -> String {
     match (source, on_host) {
         (Some(source), _) => format!("calibrated on {source}"),

@@ -15,7 +15,7 @@ use crate::plan::Request;
 /// A part of a step that is not worth a line.
 const LEAST_GAIN: f64 = 0.005;
 
-/// What a faster part of the machine would save.
+/// The saving by a faster part of the machine.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Gain {
     /// The part that would have twice its rate.

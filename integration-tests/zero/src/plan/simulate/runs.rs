@@ -19,7 +19,7 @@ const WARM_UP: usize = 3;
 
 /// A run that was measured.
 struct MeasuredRun {
-    /// What tells it from others.
+    /// Its model, ranks, stage and batch.
     name: String,
     prepared: Prepared,
     /// The median of its steps.

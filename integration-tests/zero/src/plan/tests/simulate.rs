@@ -285,7 +285,7 @@ impl Searched {
         }
     }
 
-    /// The speed of a candidate that fits, of a request of its own.
+    /// The speed of a candidate that fits, without what a search shares.
     fn alone(&self, candidate: &Candidate) -> Option<f64> {
         let (_, node, _) = self.machines.sizes();
         let plan = candidate.plan(&self.base, node as usize / candidate.tensor_parallel);
