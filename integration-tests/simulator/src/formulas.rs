@@ -34,6 +34,9 @@ pub struct Shape {
     pub vocab: u64,
     /// Tokens of a sequence.
     pub seq: u64,
+    /// Ranks that share each sequence (DeepSpeed-Ulysses): they divide its tokens, and the heads of
+    /// attention. At least 1.
+    pub sequence_ranks: u64,
     /// Parameters of the whole model.
     pub params: u64,
 }
@@ -148,6 +151,23 @@ impl Shape {
         width * (vocab + others)
     }
 
+    /// Tokens of a sequence that a rank has.
+    pub fn rank_tokens(&self) -> u64 {
+        self.seq / self.sequence_ranks.max(1)
+    }
+
+    /// Elements of one sequence that a rank exchanges with those that share it, the mean of those
+    /// before attention (queries, keys and values) and behind it.
+    pub(crate) fn exchange_elems(&self) -> u64 {
+        let of_token = self.width as f64 + self.kv_width();
+        (of_token * self.rank_tokens() as f64) as u64
+    }
+
+    /// Elements of a token's keys, and of its values.
+    fn kv_width(&self) -> f64 {
+        (self.width as f64 * self.kv_heads as f64 / self.heads as f64).floor()
+    }
+
     /// Parameters of one block: an equal part of those that the embedding does not have.
     pub fn block_params(&self) -> f64 {
         (self.params as f64 - self.embedding_params()) / self.layers as f64
@@ -157,7 +177,7 @@ impl Shape {
     /// attention's output, and the two of the feed-forward part.
     fn weights(&self) -> [(f64, f64); 4] {
         let width = self.width as f64;
-        let kv = (width * self.kv_heads as f64 / self.heads as f64).floor();
+        let kv = self.kv_width();
         let ffn = self.ffn as f64;
         let ffn_in = if self.gated { 2.0 * ffn } else { ffn };
         [
@@ -322,7 +342,7 @@ impl Costs<'_> {
             }
             Attention::Plain => {
                 let head_width = (width / heads).floor();
-                let batch = micro_batch as f64 * heads;
+                let batch = micro_batch as f64 * heads / self.shape.sequence_ranks.max(1) as f64;
                 let products = self.product(peak, [seq, seq, head_width], batch)
                     + self.product(peak, [seq, head_width, seq], batch);
                 let scores_s = tokens * seq * heads / self.memory();
@@ -372,7 +392,7 @@ impl Costs<'_> {
     }
 
     fn tokens(&self, micro_batch: u64) -> f64 {
-        micro_batch as f64 * self.shape.seq as f64
+        micro_batch as f64 * self.shape.rank_tokens() as f64
     }
 
     /// Bytes per second of elementwise operations: the memory's, or on a host those measured.

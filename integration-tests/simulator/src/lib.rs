@@ -22,6 +22,7 @@
 //!     gated: false,
 //!     vocab: 50368,
 //!     seq: 2048,
+//!     sequence_ranks: 1,
 //!     params: 6_658_859_008,
 //! };
 //! let software = Software {

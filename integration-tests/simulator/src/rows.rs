@@ -311,6 +311,7 @@ impl Fields<'_> {
                 gated: model.starts_with("llama"),
                 vocab: self.count("vocab")?,
                 seq: self.count("seq")?,
+                sequence_ranks: 1,
                 params: self.count("params")?,
             },
             model,

@@ -34,6 +34,8 @@ pub struct Run {
     micro_batch: u64,
     /// Elements of a block's output for one sequence.
     output_elems: u64,
+    /// Elements that ranks which share a sequence exchange before or behind attention, on average.
+    exchange_elems: u64,
     workload: ShapeWorkload,
     settings: Settings,
     /// Threads of a rank on the host; `None`: on a GPU.
@@ -151,7 +153,8 @@ impl Run {
             ranks,
             node_ranks: node_ranks.max(1),
             micro_batch,
-            output_elems: shape.seq.saturating_mul(shape.width),
+            output_elems: shape.rank_tokens().saturating_mul(shape.width),
+            exchange_elems: shape.exchange_elems(),
             workload: ShapeWorkload {
                 units: units.units,
                 passes: units.passes,
@@ -217,7 +220,8 @@ impl Run {
             ranks: row.gpus as usize,
             node_ranks: (row.gpus / row.nodes.max(1)).max(1) as usize,
             micro_batch: row.micro_batch,
-            output_elems: shape.seq.saturating_mul(shape.width),
+            output_elems: shape.rank_tokens().saturating_mul(shape.width),
+            exchange_elems: shape.exchange_elems(),
             workload: ShapeWorkload {
                 units,
                 passes,
@@ -365,7 +369,7 @@ impl StepSchedules {
         for (operation, [start, end]) in operations.zip(&times.operations) {
             let seconds = (end.min(after) - start.max(before)).max(0.0) * 1e-9;
             match operation.label {
-                "all_gather" | "reduce_scatter" | "all_reduce" => {
+                "all_gather" | "reduce_scatter" | "all_reduce" | "all_to_all" => {
                     let class = operation.work.class as usize;
                     let ranks = recorded.communicators.get(class);
                     match ranks.map_or(1, |ranks| self.nodes(ranks)) {
@@ -403,18 +407,21 @@ impl StepSchedules {
     }
 
     /// The operation with its size for this micro-batch, where one was recorded `before` it. Tensor
-    /// parallelism sums the output of each pass.
+    /// parallelism sums the output of each pass, and all-to-alls are those of attention.
     fn of_micro_batch(&self, before: Option<Operation>, operation: &Operation) -> Operation {
         let run = &self.run;
         let is_sum = run.tensor_ranks() > 1 && before.is_some_and(|before| before.label == PASS);
+        let elems = match operation.label {
+            "all_to_all" => run.exchange_elems,
+            "all_reduce" if is_sum => run.output_elems,
+            _ => return *operation,
+        };
+        // The host computes in 32 bits.
+        let dtype = run.threads.map_or(OUTPUT, |_| DType::F32);
+        let elems = elems.saturating_mul(run.micro_batch);
+        let bytes = elems.saturating_mul(dtype.size_bytes() as u64);
         let mut operation = *operation;
-        if is_sum {
-            let elems = run.output_elems.saturating_mul(run.micro_batch);
-            // The host computes in 32 bits.
-            let dtype = run.threads.map_or(OUTPUT, |_| DType::F32);
-            let bytes = elems.saturating_mul(dtype.size_bytes() as u64);
-            operation.work = Work::bytes(bytes).class(operation.work.class);
-        }
+        operation.work = Work::bytes(bytes).class(operation.work.class);
         operation
     }
 

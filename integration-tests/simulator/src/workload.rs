@@ -82,10 +82,11 @@ impl<D: Device<Stream = HostStream>> Workload<D> for ShapeWorkload {
         compute: &HostStream,
         ranks: &ModelRanks<D>,
     ) -> Result<Box<dyn Model<D>>, ModelError> {
+        let sequence_ranks = ranks.sequence.as_ref().map_or(1, |comm| comm.world_size());
         let allocate = |elems, dtype| pool.allocate(elems, dtype, Purpose::Activations, compute);
         Ok(Box::new(ShapeModel {
             loss: allocate(1, DType::F64)?,
-            output: allocate(1, OUTPUT)?,
+            output: allocate(2 * sequence_ranks.max(1), OUTPUT)?,
             ranks: ranks.clone(),
             workload: self.clone(),
         }))
@@ -102,33 +103,51 @@ impl<D: Device<Stream = HostStream>> Workload<D> for ShapeWorkload {
 
 struct ShapeModel<D: Device> {
     loss: Block<D>,
-    /// One element: the sizes of its sums are set when a step is simulated, so one schedule is that of
-    /// all micro-batches.
+    /// As few elements as its exchanges need: their sizes are set when a step is simulated, so one
+    /// schedule is that of all micro-batches.
     output: Block<D>,
     ranks: ModelRanks<D>,
     workload: ShapeWorkload,
 }
 
 impl<D: Device<Stream = HostStream>> ShapeModel<D> {
-    /// Enqueues a pass: one operation, or with tensor parallelism two for each forward and backward
-    /// of a block, each before a sum of its output.
+    /// Enqueues a pass: one operation, or as many as it has exchanges with the ranks that share its
+    /// micro-batch, each before one. Tensor parallelism sums outputs, twice in each forward and
+    /// backward of a block; ranks that share sequences exchange what attention reads and writes.
     fn enqueue(&self, stream: &HostStream, pass: usize, backward: bool) -> Result<(), ModelError> {
         let kind = self.workload.kind(pass);
         let class = pass_class(kind, backward);
+        let of_block = match backward && self.workload.recompute {
+            true => 4,
+            false => 2,
+        };
         let sums = match (&self.ranks.tensor, kind) {
             (None, _) => 0,
-            (Some(_), Kind::Block) if backward && self.workload.recompute => 4,
-            (Some(_), Kind::Block) => 2,
+            (Some(_), Kind::Block) => of_block,
             (Some(_), Kind::Embedding | Kind::Head) => 1,
         };
-        let parts = sums.max(1) as u64;
-        for _ in 0..parts {
+        let exchanges = match (&self.ranks.sequence, kind) {
+            (Some(_), Kind::Block) => of_block,
+            _ => 0,
+        };
+        let parts = sums.max(exchanges).max(1);
+        for part in 0..parts {
             let work = Work::bytes(parts).class(class);
             stream.enqueue_sized(PASS, work, || Ok(()))?;
-            if let Some(tensor) = &self.ranks.tensor {
-                // SAFETY: no operation of a schedule accesses memory.
-                let output = unsafe { self.output.slice() };
+            // SAFETY: no operation of a schedule accesses memory.
+            let output = unsafe { self.output.slice() };
+            if let Some(tensor) = &self.ranks.tensor
+                && part < sums
+            {
+                let output = output.slice(0..1);
                 tensor.all_reduce(stream, output, output, zero_comm::ReduceOp::Sum)?;
+            }
+            if let Some(sequence) = &self.ranks.sequence
+                && part < exchanges
+            {
+                let ranks = sequence.world_size();
+                let [send, recv] = [0..ranks, ranks..2 * ranks].map(|range| output.slice(range));
+                sequence.all_to_all(stream, send, recv)?;
             }
         }
         Ok(())

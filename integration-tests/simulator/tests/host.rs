@@ -17,6 +17,7 @@ const SHAPE: Shape = Shape {
     gated: false,
     vocab: 1024,
     seq: 128,
+    sequence_ranks: 1,
     params: 5_200_000,
 };
 

@@ -172,6 +172,9 @@ impl<D: Device> Parts<'_, D> {
     }
 }
 
+/// Elements of the last weights that a recording sets.
+const LAST_ELEMS: usize = 1 << 24;
+
 /// Enqueues `steps` steps of a rank whose streams record, from weights that nobody sets. Calls
 /// `mark` before each step and after the last.
 ///
@@ -197,14 +200,22 @@ pub(crate) fn enqueue_steps<D: Device>(
         stage: &mut *stage,
         recorder: &mut recorder,
     };
-    // Weights that are set decide which pieces of a file the first update finds in memory.
+    // Weights that are set decide which pieces of a file the first update finds in memory. That are
+    // the last ones.
     let on_file = matches!(rank.settings.offload.optimizer, Home::Nvme(_));
-    for unit in 0..rank.units() {
+    let elems_of = |unit| {
         let held = rank.held(unit);
-        let elems = match on_file {
-            true => (held.end - held.start) as usize,
-            false => 0,
+        (held.end - held.start) as usize
+    };
+    let mut behind: usize = (0..rank.units()).map(elems_of).sum();
+    for unit in 0..rank.units() {
+        let is_last = behind <= LAST_ELEMS || unit + 1 == rank.units();
+        let elems = if on_file && is_last {
+            elems_of(unit)
+        } else {
+            0
         };
+        behind -= elems_of(unit);
         let any = &mut |part: Range<usize>, values: &mut Vec<f32>| {
             values.resize(part.len(), 0.0);
             Ok(())

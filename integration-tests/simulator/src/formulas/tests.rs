@@ -134,6 +134,7 @@ fn nonsense_does_not_panic() {
             gated: true,
             vocab: size,
             seq: size,
+            sequence_ranks: 1,
             params: size,
         };
         for attention in [Attention::Flash, Attention::Plain] {

@@ -52,7 +52,7 @@ impl OperationCosts<'_> {
             "swap read" | "swap write" => of_node(machine.disk_bytes_per_s).shares(DISK),
             _ if on_host => of_node(machine.host_memory_bytes_per_s),
             PASS => computes(self.pass_s(operation)),
-            "all_gather" | "reduce_scatter" | "all_reduce" => {
+            "all_gather" | "reduce_scatter" | "all_reduce" | "all_to_all" => {
                 let collective = self.collective(operation);
                 let wide = operation.label == "reduce_scatter" && costs.software.wide_reduce;
                 let bytes = collective.bytes * if wide { 2 } else { 1 };
@@ -101,7 +101,7 @@ impl OperationCosts<'_> {
             "adam" | "adam_remainder" | "cast" | "pack" | "accumulate" | "grad_stats" => {
                 on_cores(memory_s(bytes), of_all)
             }
-            "all_gather" | "reduce_scatter" | "all_reduce" => {
+            "all_gather" | "reduce_scatter" | "all_reduce" | "all_to_all" => {
                 let collective = self.collective(operation);
                 match collective {
                     Collective { ranks: 1, .. } => on_cores(launch_s, of_one),

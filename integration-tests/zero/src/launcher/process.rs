@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
@@ -79,6 +80,15 @@ impl ProcessGroup {
         {
             // Fails if the group has ended already.
             let _ = kill_process_group(pid, signal);
+        }
+    }
+
+    /// Asks the group to end, and waits for the process, at most `limit`. Dropping kills what is left.
+    pub(crate) fn end(&mut self, limit: Duration) {
+        self.signal(Signal::TERM);
+        let begun = Instant::now();
+        while matches!(self.ended(), Ok(None)) && begun.elapsed() < limit {
+            std::thread::sleep(Duration::from_millis(20));
         }
     }
 

@@ -10,6 +10,7 @@ use zero_alloc::{Pool, Purpose};
 
 use super::{TIME, median};
 use crate::error::CliError;
+use crate::output::print_note;
 
 /// Bytes of a transfer, and of the file.
 const TRANSFER_BYTES: usize = 64 << 20;
@@ -29,6 +30,9 @@ pub(super) fn read_bytes_per_s(dir: &Path) -> Result<f64, CliError> {
     let pool = Pool::new(device, usize::MAX);
     let bytes = TRANSFERS * TRANSFER_BYTES as u64;
     let file = SwapFile::create(dir, bytes, SwapOptions::default()).map_err(|e| failed(&e))?;
+    for notice in file.notices() {
+        print_note(format_args!("note: {notice}"));
+    }
     let buffer = SwapBuffer::allocate(&pool, TRANSFER_BYTES, Purpose::Workspace, &stream)
         .map_err(|e| failed(&e))?;
     let lane = file.lane().map_err(|e| failed(&e))?;

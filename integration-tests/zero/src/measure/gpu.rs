@@ -14,6 +14,7 @@ use zero_simulator::Machine;
 use super::{LEAST_RUNS, host, median, progress};
 use crate::error::CliError;
 use crate::launcher::free_port;
+use crate::output::counted;
 use crate::settings::args::{DeviceChoice, TrainArgs};
 use crate::train::backend::{self, Backend};
 
@@ -35,6 +36,17 @@ pub(super) fn is_used(device: DeviceChoice) -> Result<bool, CliError> {
         ..TrainArgs::default()
     };
     Ok(matches!(backend::choose(&args)?, Backend::Cuda { .. }))
+}
+
+/// The GPUs of this machine.
+pub(super) fn names() -> Result<String, CliError> {
+    let count = CudaDevice::count().map_err(CliError::failure)?;
+    let first = CudaDevice::open(0).map_err(CliError::failure)?;
+    Ok(format!(
+        "{}, {}",
+        first.name(),
+        counted(count as u64, "GPU")
+    ))
 }
 
 /// Measures all but the disk, on the first GPU; the links between all.

@@ -27,7 +27,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// Measures all but the disk.
 pub(super) fn measure() -> Result<Machine, CliError> {
-    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let cores = cores();
     progress("products");
     let peak_flops = product_flops(cores)?;
     progress("elementwise operations");
@@ -56,13 +56,18 @@ pub(super) fn measure() -> Result<Machine, CliError> {
     })
 }
 
+/// The cores that this process may use.
+pub(super) fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZero::get)
+}
+
 /// Bytes per second that all cores read and write.
 pub(super) fn memory_bytes_per_s() -> f64 {
-    copied_bytes_per_s(std::thread::available_parallelism().map_or(1, NonZero::get))
+    copied_bytes_per_s(cores())
 }
 
 /// The processor's name.
-fn name() -> String {
+pub(super) fn name() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = info
         .lines()
@@ -102,11 +107,18 @@ fn elementwise_bytes_per_s(cores: usize) -> Result<f64, CliError> {
     Ok(moved as f64 / seconds)
 }
 
+/// `bytes`, or less where `buffers` of them would take more than a quarter of the free memory.
+fn at_most(bytes: usize, buffers: usize) -> usize {
+    let free = memory::free_bytes().unwrap_or(u64::MAX) as usize;
+    bytes.min(free / 4 / buffers).max(1 << 20)
+}
+
 /// Bytes per second that `threads` threads read and write.
 fn copied_bytes_per_s(threads: usize) -> f64 {
-    let from = vec![1u8; COPY_BYTES];
-    let mut to = vec![0u8; COPY_BYTES];
-    let part = COPY_BYTES.div_ceil(threads);
+    let bytes = at_most(COPY_BYTES, 2);
+    let from = vec![1u8; bytes];
+    let mut to = vec![0u8; bytes];
+    let part = bytes.div_ceil(threads);
     let copy = || {
         std::thread::scope(|scope| {
             for (to, from) in to.chunks_mut(part).zip(from.chunks(part)) {
@@ -116,16 +128,17 @@ fn copied_bytes_per_s(threads: usize) -> f64 {
         Ok::<_, std::convert::Infallible>(())
     };
     let Ok(seconds) = median_s(copy);
-    2.0 * COPY_BYTES as f64 / seconds
+    2.0 * bytes as f64 / seconds
 }
 
 /// Bytes per second that a rank of `ranks` sends in a gather between threads.
 fn gathered_bytes_per_s(ranks: usize) -> Result<f64, CliError> {
+    let bytes = at_most(GATHER_BYTES, ranks);
     let comms = World::new(ranks, CommOptions::default()).map_err(CliError::failure)?;
     let seconds = std::thread::scope(|scope| {
         let all: Vec<_> = comms
             .into_iter()
-            .map(|comm| scope.spawn(move || gathers_s(&comm)))
+            .map(|comm| scope.spawn(move || gathers_s(&comm, bytes)))
             .collect();
         let all = all.into_iter().map(|rank| match rank.join() {
             Ok(seconds) => seconds,
@@ -134,16 +147,16 @@ fn gathered_bytes_per_s(ranks: usize) -> Result<f64, CliError> {
         all.collect::<Result<Vec<_>, _>>()
     })?;
     let part = (ranks - 1) as f64 / ranks as f64;
-    Ok(GATHER_BYTES as f64 * part / median(seconds))
+    Ok(bytes as f64 * part / median(seconds))
 }
 
 /// The median of the seconds of one rank's gathers. All ranks run equally many.
-fn gathers_s(comm: &ThreadsComm) -> Result<f64, CliError> {
+fn gathers_s(comm: &ThreadsComm, bytes: usize) -> Result<f64, CliError> {
     let device = HostDevice::new();
     let stream: HostStream = device.create_stream("gather").map_err(CliError::failure)?;
     let pool = Pool::new(device.clone(), usize::MAX);
     let ranks = Communicator::<HostDevice>::world_size(comm);
-    let own = GATHER_BYTES / size_of::<f32>() / ranks;
+    let own = bytes / size_of::<f32>() / ranks;
     let block = pool
         .allocate(own * ranks, DType::F32, Purpose::Workspace, &stream)
         .map_err(CliError::failure)?;

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use zero_simulator::Machine;
 
 use crate::error::CliError;
-use crate::output::{bytes, print_note, print_text};
+use crate::output::{bytes, counted, print_note, print_text};
 use crate::settings::args::DeviceChoice;
 
 /// Measure this machine for zero plan --simulate and zero tune: products, memory, links, disk
@@ -78,6 +78,21 @@ pub(crate) fn this_machine() -> Result<Machine, CliError> {
     }
 }
 
+/// The processors that train, and how many: those of the host, or its GPUs.
+///
+/// # Errors
+/// The driver failed.
+pub(crate) fn processors(on_host: bool) -> Result<String, CliError> {
+    match on_host {
+        true => Ok(format!(
+            "{}, {}",
+            host::name(),
+            counted(host::cores() as u64, "core")
+        )),
+        false => gpu::names(),
+    }
+}
+
 /// This machine's GPUs, or its host if `on_host`, as the file `path` has them. Without the file, or
 /// if it is of the other kind, they are measured and the file is written.
 ///
@@ -89,6 +104,14 @@ pub(crate) fn kept_in(path: &Path, on_host: bool) -> Result<Machine, CliError> {
         && let Ok(machine) = Machine::parse(&text, &path.display().to_string())
         && machine.cores.is_some() == on_host
     {
+        let here = processors(on_host)?;
+        if !here.starts_with(&machine.name) {
+            print_note(format_args!(
+                "note: {} is of {}, and this machine has {here}: remove the file to measure this one",
+                path.display(),
+                machine.name
+            ));
+        }
         return Ok(machine);
     }
     let machine = measure(&MeasureArgs {
@@ -134,6 +157,12 @@ fn median(mut values: Vec<f64>) -> f64 {
 /// Refuses a file that is no machine file.
 fn check_out(path: &Path) -> Result<(), CliError> {
     let shown = path.display();
+    let end = path.extension().and_then(|end| end.to_str());
+    if !matches!(end, Some("toml" | "json")) {
+        return Err(CliError::Usage(format!(
+            "--out {shown}: expected a name that ends in .toml or .json, by which --hardware knows a file"
+        )));
+    }
     match std::fs::read_to_string(path) {
         Ok(text) => Machine::parse(&text, &shown.to_string())
             .map(drop)

@@ -83,13 +83,16 @@ pub struct PlanArgs {
     /// 24GiB)
     #[arg(long, value_name = "SIZE", value_parser = parse_gpu_memory)]
     pub gpu_memory: Option<u64>,
+    /// Threads of each rank on the host of --hardware.
+    #[arg(skip)]
+    pub host_threads: Option<u64>,
     /// Nodes (machines) that hold the GPUs
     #[arg(long, value_name = "M", default_value_t = 1, value_parser = parse_whole::<u64>)]
     pub nodes: u64,
     /// A DeepSpeed configuration file; flags override it
     #[arg(long, value_name = "DS.json")]
     pub config: Option<PathBuf>,
-    /// Type of parameters and of gradients in communication [default: bf16]
+    /// Type of parameters and of gradients in communication [default: bf16, on a host fp32]
     #[arg(long, value_enum)]
     pub dtype: Option<DTypeFlag>,
     /// Sequences per micro-batch and rank [default: 1]

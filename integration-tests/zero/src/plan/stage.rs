@@ -38,7 +38,7 @@ pub(crate) struct Stage {
     /// Parameters, gradients and optimizer state on all devices.
     pub(crate) states_bytes: u64,
     pub(crate) gpu: Gpu,
-    /// Host memory for this GPU.
+    /// Host memory for this GPU; 0 on a host, whose ranks have it in `gpu.total_bytes`.
     pub(crate) host_bytes: u64,
     pub(crate) host: Host,
     /// Disk space for this GPU.
@@ -187,7 +187,24 @@ pub(crate) fn fits_on(
     if request.gpu_memory_bytes.is_none() {
         return Ok(false);
     }
+    if let Some(fits) = fits_host(request, layout, stage) {
+        return Ok(fits);
+    }
     WithoutActivations::new(request, layout, stage)?.fits(request)
+}
+
+/// Whether a rank fits its part of a host's memory, which has offloaded state, too; `None` on GPUs.
+pub(crate) fn fits_host(request: &Request, layout: &GridLayout, stage: ZeroStage) -> Option<bool> {
+    let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
+    let need = host_rank_bytes(request, &settings, layout.parts())?;
+    Some(need <= request.gpu_memory_bytes.unwrap_or(0))
+}
+
+/// The memory of a rank that the request has on a host and that saves checkpoints; `None` on GPUs.
+fn host_rank_bytes(request: &Request, settings: &Settings, layout: &Layout) -> Option<u64> {
+    let overhead = rank_overhead_bytes(request.host_threads?);
+    let need = on_cores(request, settings, layout);
+    Some(need.map_or(u64::MAX, |need| need.total().saturating_add(overhead)))
 }
 
 /// The memory of a run without its activations. It depends on whether a step has several
@@ -256,7 +273,15 @@ fn evaluate_with(
     let cut = request.tensor_ranks() as u64;
     let node_egress_bytes = node_egress_bytes.saturating_mul(cut);
     let of_node = (request.gpus / request.nodes / cut) as usize;
-    let total_bytes = gpu.total_bytes()?;
+    let on_host = host_rank_bytes(request, &settings, layout.parts());
+    let total_bytes = match on_host {
+        Some(bytes) => bytes,
+        None => gpu.total_bytes()?,
+    };
+    let host_bytes = match on_host {
+        Some(_) => 0,
+        None => host.total_bytes()?.saturating_add(workspace_bytes),
+    };
 
     Ok(Stage {
         stage: stage.number(),
@@ -275,7 +300,7 @@ fn evaluate_with(
             staging_bytes: gpu.staging_bytes,
             total_bytes,
         },
-        host_bytes: host.total_bytes()?.saturating_add(workspace_bytes),
+        host_bytes,
         host: Host {
             params_bytes: host.state.params_bytes,
             grads_bytes: host.state.grads_bytes,

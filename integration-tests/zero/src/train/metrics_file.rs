@@ -122,7 +122,9 @@ pub(crate) fn measured_steps(text: &str) -> Result<Vec<MeasuredSteps>, String> {
         settings: Option<TimedRecord>,
     }
     let mut runs: Vec<MeasuredSteps> = Vec::new();
-    for (index, line) in text.lines().enumerate() {
+    // A run that was killed may leave a line without an end.
+    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+    for (index, line) in whole.lines().enumerate() {
         let StepLine { step_ms, settings } =
             serde_json::from_str(line).map_err(|error| format!("line {}: {error}", index + 1))?;
         if let Some(settings) = settings {

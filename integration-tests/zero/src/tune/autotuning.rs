@@ -89,7 +89,16 @@ pub(crate) fn tuned(args: &TrainArgs) -> Result<bool, CliError> {
     for warning in &file.warnings {
         print_note(format_args!("warning: {warning}"));
     }
-    let given: Vec<String> = std::env::args().skip(2).collect();
+    let given = std::env::args_os().skip(2).map(|argument| {
+        let error = |argument: std::ffi::OsString| {
+            refused(&format!(
+                "its trials cannot have the argument {}, which is no UTF-8",
+                argument.display()
+            ))
+        };
+        argument.into_string().map_err(error)
+    });
+    let given: Vec<String> = given.collect::<Result<_, _>>()?;
     let user = DsConfig::document(path).map_err(CliError::usage)?;
     run(args, &file, autotuning, &user, &given).map(|()| true)
 }
@@ -208,6 +217,11 @@ fn flags_of_trials(given: &[String]) -> Result<Vec<String>, CliError> {
     for (name, group) in groups(given) {
         if TUNED.contains(&name) {
             return Err(refused(&format!("it decides {name}: remove the flag")));
+        }
+        if name == "--share-gpus" {
+            return Err(refused(
+                "times of ranks that share GPUs mean nothing: remove --share-gpus",
+            ));
         }
         if !OF_RUN.contains(&name) {
             flags.extend_from_slice(group);

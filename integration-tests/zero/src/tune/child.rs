@@ -1,7 +1,7 @@
 //! The process of a trial.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -13,6 +13,30 @@ use super::outcome::{Outcome, TrialSteps};
 
 /// Interval between two looks at the process.
 const TICK: Duration = Duration::from_millis(50);
+
+/// The time that a process has to end before it is killed.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// The lines of a file that grows.
+#[derive(Default)]
+struct Steps {
+    read_bytes: u64,
+    lines: u64,
+}
+
+impl Steps {
+    /// Its lines so far; as before if it cannot be read.
+    fn count(&mut self, path: &Path) -> u64 {
+        let mut more = Vec::new();
+        let read = File::open(path).and_then(|mut file| {
+            file.seek(SeekFrom::Start(self.read_bytes))?;
+            file.read_to_end(&mut more)
+        });
+        self.read_bytes += read.unwrap_or(0) as u64;
+        self.lines += more.iter().filter(|byte| **byte == b'\n').count() as u64;
+        self.lines
+    }
+}
 
 /// The process of a trial and its files.
 pub(super) struct ChildRun<'a> {
@@ -27,7 +51,7 @@ pub(super) struct ChildRun<'a> {
 
 impl ChildRun<'_> {
     /// Trains. `seen` receives the steps so far, and returns a signal that this process has received;
-    /// the process of the trial is then killed.
+    /// the process of the trial then ends.
     ///
     /// # Errors
     /// [`CliError::Interrupted`], or the process could not be started.
@@ -40,18 +64,21 @@ impl ChildRun<'_> {
             .map_err(|error| CliError::Failure(format!("failed to start zero train: {error}")))?;
         let limit = Duration::from_secs(self.minutes.saturating_mul(60));
         let begun = Instant::now();
+        let mut steps = Steps::default();
         loop {
             std::thread::sleep(TICK);
             let status = process.ended().map_err(CliError::failure)?;
-            let metrics = text(&self.metrics);
             if let Some(status) = status {
+                let metrics = text(&self.metrics);
                 return Ok(Outcome::of(status, &text(&self.log), &metrics, self.steps));
             }
-            // Dropping the process kills it.
-            if let Some(signal) = seen(metrics.lines().count() as u64) {
+            if let Some(signal) = seen(steps.count(&self.metrics)) {
+                process.end(GRACE);
                 return Err(CliError::Interrupted { signal });
             }
             if begun.elapsed() > limit {
+                // The ranks of a launcher end before it does: the next trial finds their memory free.
+                process.end(GRACE);
                 return Ok(Outcome::TimedOut {
                     minutes: self.minutes,
                 });

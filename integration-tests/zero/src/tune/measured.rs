@@ -205,7 +205,7 @@ fn search(of: &Measurement, place: &Place) -> Result<Tuned, CliError> {
         ..of.search.clone()
     };
     search_most(&args, of.trials).map_err(|error| match rows {
-        Some(rows) => CliError::Usage(format!("train_batch_size {rows}: {error}")),
+        Some(rows) => CliError::Usage(format!("a batch of {rows} sequences: {error}")),
         None => error,
     })
 }
@@ -267,6 +267,7 @@ impl<'a> Planned<'a> {
                     false => of.search.model.clone(),
                 },
                 data: absolute(&of.data),
+                machine: place.processors.clone(),
                 flags,
                 warm_up: of.steps.warm_up,
                 config,

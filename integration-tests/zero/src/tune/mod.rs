@@ -50,7 +50,7 @@ pub struct TuneArgs {
     /// Tokens per sequence [default: 1024, or the model's positions]
     #[arg(long, value_name = "T", value_parser = parse_whole::<u64>)]
     pub seq_len: Option<u64>,
-    /// Type of parameters and of gradients in communication [default: bf16]
+    /// Type of parameters and of gradients in communication [default: bf16, on a host fp32]
     #[arg(long, value_enum)]
     pub dtype: Option<DTypeFlag>,
     /// The parts of the machine's figures that a program reaches, as of zero plan

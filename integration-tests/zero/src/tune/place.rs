@@ -15,8 +15,10 @@ pub(super) struct Place {
     pub(super) ranks: usize,
     /// For the search.
     pub(super) hardware: String,
-    /// The name of the processor.
+    /// The name of the processor in the simulation.
     pub(super) machine: String,
+    /// The processors of this machine, and how many.
+    pub(super) processors: String,
 }
 
 impl Place {
@@ -67,6 +69,7 @@ impl Place {
                 ranks: of_node,
                 hardware,
                 machine: cluster.machine.name,
+                processors: measure::processors(on_host)?,
             }),
         }
     }

@@ -52,6 +52,8 @@ struct Search {
     simulated: usize,
     did_not_fit: usize,
     refused: usize,
+    /// Why the first one was refused.
+    refusal: Option<CliError>,
 }
 
 /// The `most` best configurations.
@@ -73,6 +75,9 @@ pub(super) fn run(
             break;
         }
         search.group(machines, group);
+    }
+    if let (true, 0, Some(refusal)) = (search.best.is_empty(), search.did_not_fit, search.refusal) {
+        return Err(refusal);
     }
     let candidates = groups.iter().map(|group| group.candidates.len()).sum();
     let mut all = groups.iter().flat_map(|group| &group.candidates);
@@ -97,9 +102,13 @@ impl Search {
         let Some((_, first)) = group.candidates.first() else {
             return;
         };
-        let Ok(mut run) = machines.run(first) else {
-            self.refused += group.candidates.len();
-            return;
+        let mut run = match machines.run(first) {
+            Ok(run) => run,
+            Err(error) => {
+                self.refused += group.candidates.len();
+                self.refusal.get_or_insert(error);
+                return;
+            }
         };
         for (bound, candidate) in &group.candidates {
             let slowest = self.slowest();
@@ -114,7 +123,10 @@ impl Search {
                 Ok(Tried::Slower) => self.simulated += 1,
                 Ok(Tried::DoesNotFit) => self.did_not_fit += 1,
                 // A combination that the trainer refuses.
-                Err(_) => self.refused += 1,
+                Err(error) => {
+                    self.refused += 1;
+                    self.refusal.get_or_insert(error);
+                }
             }
         }
     }

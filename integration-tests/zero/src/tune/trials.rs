@@ -24,6 +24,9 @@ pub(crate) struct TrialSetup {
     pub(crate) model: String,
     /// The absolute path.
     pub(crate) data: String,
+    /// The processors, and how many.
+    #[serde(default)]
+    pub(crate) machine: String,
     /// Of `zero train`.
     pub(crate) flags: Vec<String>,
     /// Steps at the start that do not count.
@@ -148,16 +151,23 @@ fn foreign_file(folder: &Path) -> io::Result<Option<String>> {
     Ok(None)
 }
 
+/// Whether a crash may have left this of a trial's line.
+fn is_start_of_trial(line: &[u8]) -> bool {
+    const START: &[u8] = b"{\"trial\":";
+    let same = line.len().min(START.len());
+    line[..same] == START[..same] || line.iter().all(|byte| *byte == 0)
+}
+
 /// The trials of a file, and its bytes without a last line that was cut short.
 fn parse(bytes: &[u8]) -> Result<(Vec<Trial>, usize), String> {
     let mut trials = Vec::new();
     let mut valid_bytes = 0;
     for (index, line) in bytes.split_inclusive(|byte| *byte == b'\n').enumerate() {
         let is_last = valid_bytes + line.len() == bytes.len();
+        let is_cut = is_last && !line.ends_with(b"\n") && is_start_of_trial(line);
         match serde_json::from_slice(line) {
-            Ok(trial) if line.ends_with(b"\n") => trials.push(trial),
-            Ok(_) => break,
-            Err(_) if is_last => break,
+            _ if is_cut => break,
+            Ok(trial) => trials.push(trial),
             Err(error) => return Err(format!("line {}: {error}", index + 1)),
         }
         valid_bytes += line.len();
@@ -175,6 +185,7 @@ mod tests {
             setup: TrialSetup {
                 model: "nano".to_owned(),
                 data: "/data".to_owned(),
+                machine: String::new(),
                 flags: flags.split(' ').map(str::to_owned).collect(),
                 warm_up: 3,
                 config: None,
@@ -244,10 +255,23 @@ mod tests {
             let folder = ResultsFolder::open(dir.path()).unwrap();
             assert_eq!(folder.trials.len(), 2, "{torn:?}");
         }
-        fs::write(&file, format!("notes\n{one}")).unwrap();
-        let error = ResultsFolder::open(dir.path()).unwrap_err();
-        assert_eq!(error.exit_code(), 2);
-        assert!(error.to_string().contains("line 1"), "{error}");
+        // Another program's lines are not removed, whole or not.
+        for (other, number) in [
+            (format!("notes\n{one}"), 1),
+            ("{\"study\":1}\n".to_owned(), 1),
+            ("{\"study\":1}".to_owned(), 1),
+            (
+                format!("{one}{{\"trial\":2,\"result\":\"of another version\"}}\n"),
+                2,
+            ),
+        ] {
+            fs::write(&file, &other).unwrap();
+            let error = ResultsFolder::open(dir.path()).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            let line = format!("line {number}");
+            assert!(error.to_string().contains(&line), "{error}");
+            assert_eq!(fs::read_to_string(&file).unwrap(), other);
+        }
     }
 
     #[test]

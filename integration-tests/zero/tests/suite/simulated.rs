@@ -124,7 +124,7 @@ fn plans_are_calibrated_on_metrics() {
         ),
         (
             &*format!("plan {hardware} --calibrate old.jsonl --predict one.jsonl"),
-            "has no settings",
+            "--calibrate: no file has a run that counts",
         ),
         (
             &*format!("plan {hardware} --calibrate missing.jsonl"),

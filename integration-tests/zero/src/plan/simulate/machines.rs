@@ -11,7 +11,7 @@ use super::{
 };
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
-use crate::plan::stage::{WithoutActivations, evaluate_on, layout};
+use crate::plan::stage::{WithoutActivations, evaluate_on, fits_host, layout};
 use crate::plan::{PlanArgs, Request};
 use crate::tune::{Candidate, Choice, Tried, Tuned, UnitSizes};
 
@@ -291,6 +291,9 @@ impl Run<'_> {
     }
 
     fn fits(&mut self, request: &Request) -> Result<bool, ShardError> {
+        if let Some(fits) = fits_host(request, &self.part.layout, self.stage) {
+            return Ok(fits);
+        }
         let several = request.grad_accum > 1;
         let memory = match self.memory {
             Some((of_several, memory)) if of_several == several => memory,

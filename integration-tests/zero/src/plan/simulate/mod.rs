@@ -173,8 +173,9 @@ pub(super) fn with_hardware(args: &PlanArgs) -> Result<PlanArgs, CliError> {
     args.gpus = Some(gpus);
     args.nodes = cluster.nodes as u64;
     let mut memory_bytes = cluster.machine.memory_bytes as u64;
-    if cluster.machine.cores.is_some() {
+    if let Some(cores) = cluster.machine.cores {
         // The ranks of a host share its memory, and have the defaults of a run on the host.
+        args.host_threads = Some((cores / cluster.gpus_per_node).max(1) as u64);
         memory_bytes /= cluster.gpus_per_node as u64;
         if args.config.is_none() {
             args.dtype.get_or_insert(DTypeFlag::Fp32);
@@ -288,7 +289,7 @@ impl SimulatedOn {
             exposed_ms: step.idle_s * 1e3,
             network_ms: step.network_s * 1e3,
             links_ms: step.links_s * 1e3,
-            bound: bound(step),
+            bound: bound(step, self.machine.cores.is_some()),
             gains: Vec::new(),
             days: seconds.map(|seconds| seconds / 86_400.0),
             gpu_hours: seconds.map(|seconds| seconds / 3_600.0 * gpus),
@@ -310,9 +311,12 @@ pub(crate) fn calibrated(source: Option<&str>, on_host: bool) -> String {
 }
 
 /// The bottleneck of a step: where less than a tenth of it is exposed, the GPU itself.
-fn bound(step: &Step) -> &'static str {
+fn bound(step: &Step, on_host: bool) -> &'static str {
     if step.idle_s < 0.1 * step.seconds {
-        return "products and memory of the GPU";
+        return match on_host {
+            true => "products and memory of the cores",
+            false => "products and memory of the GPU",
+        };
     }
     let collectives = step.network_s + step.links_s;
     match () {

@@ -47,7 +47,7 @@ impl Prepared {
     ///
     /// # Errors
     /// Why it cannot be simulated: an assumed shape, a setting whose cost the formulas do not know,
-    /// groups that do not fit the stage, or state on NVMe, which needs a file.
+    /// or groups that do not fit the stage.
     pub(super) fn new(
         machine: &Machine,
         request: &Request,
@@ -181,7 +181,6 @@ pub(super) fn software(machine: &Machine, dtype: DType, recompute: bool) -> Soft
 /// A setting whose cost the formulas do not know.
 fn unknown(request: &Request, on_host: bool) -> Option<&'static str> {
     match request {
-        _ if request.mesh.sequence_ranks() > 1 => Some("ranks that share sequences (--ulysses)"),
         _ if request.dtype == DType::F32 && !on_host => {
             Some("products in fp32; use --dtype bf16 or fp16")
         }
@@ -204,7 +203,8 @@ pub(super) fn shape(request: &Request, params: u64) -> Shape {
         ffn: sizes.inner,
         gated,
         vocab: sizes.vocab,
-        seq: request.rank_tokens(),
+        seq: request.seq_len,
+        sequence_ranks: request.mesh.sequence_ranks() as u64,
         params,
     }
 }

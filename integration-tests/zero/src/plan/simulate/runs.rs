@@ -9,7 +9,7 @@ use zero_simulator::{Cluster, Efficiencies, fit};
 use super::prepared::Prepared;
 use super::{Calibration, SimulateArgs, cluster};
 use crate::error::CliError;
-use crate::output::print_text;
+use crate::output::{print_note, print_text};
 use crate::plan::Request;
 use crate::settings::record::TimedRecord;
 use crate::train::metrics_file::measured_steps;
@@ -111,12 +111,17 @@ fn read(flag: &str, paths: &[PathBuf], cluster: &Cluster) -> Result<Vec<Measured
             runs.push(run);
         }
         if runs.len() == before {
-            return Err(error(&format_args!(
-                "no run with its settings and more than {WARM_UP} steps; a file of an older zero train has no settings"
+            print_note(error(&format_args!(
+                "skipped: no run with its settings and more than {WARM_UP} steps (a file of an older zero train has no settings)"
             )));
         }
     }
-    Ok(runs)
+    match runs.is_empty() {
+        false => Ok(runs),
+        true => Err(CliError::Usage(format!(
+            "{flag}: no file has a run that counts"
+        ))),
+    }
 }
 
 fn fitted(runs: &[MeasuredRun], cluster: &Cluster) -> Result<Calibration, CliError> {

@@ -137,10 +137,34 @@ fn no_scratch_file_is_made() {
 /// No time is better than a wrong one.
 #[test]
 fn unknown_costs_are_not_simulated() {
-    for flags in ["--ulysses 2", "--dtype fp32"] {
+    let flags = "--activation-checkpointing --offload-activations";
+    for flags in [flags, "--dtype fp32"] {
         let report = json(&format!("{LINE} h100-80g:4x1 {flags}"));
         assert!(report["stages"][3].get("simulated").is_none(), "{flags}");
     }
+}
+
+/// Two GPUs that share sequences, of twice the micro-batch, compute what they compute alone, and
+/// exchange what attention reads and writes.
+#[test]
+fn shared_sequences_cost_their_exchanges() {
+    let step = |flags: &str| {
+        let line = "--model gpt2-124m --seq-len 1024 --simulate --hardware h100-80g:4x1";
+        let report = json(&format!("{line} {flags}"));
+        let step = report["stages"][2]["simulated"].clone();
+        ["step_ms", "links_ms", "tokens_per_s"].map(|key| step[key].as_f64().unwrap())
+    };
+    let [alone, links, speed] = step("--micro-batch 8");
+    let [shared, more_links, shared_speed] = step("--micro-batch 16 --ulysses 2");
+    assert!(shared > alone && shared < 1.3 * alone, "{shared} {alone}");
+    // Of 12 blocks, 8 x 1,024 tokens, 2 x (768 + 768) x 2 elements of 2 bytes: half of each is sent.
+    let bytes = 12.0 * 8.0 * 1024.0 * 4.0 * 1536.0 * 2.0 / 2.0;
+    let at_least = bytes / (0.8 * 450e9) * 1e3;
+    assert!(
+        more_links > links + at_least,
+        "{more_links} {links} {at_least}"
+    );
+    assert!((shared_speed / speed - alone / shared).abs() < 1e-9);
 }
 
 #[test]
@@ -174,6 +198,52 @@ fn timelines_and_sweeps_are_written() {
 fn tuned(line: &str) -> Tuned {
     let words = ["tune"].into_iter().chain(line.split_whitespace());
     tune(&TuneLine::try_parse_from(words).unwrap().args).unwrap()
+}
+
+/// Offloaded state is in the same memory on a host: what a search calls fitting, a run does.
+#[test]
+fn hosts_have_one_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("host.toml");
+    let machine = zero_simulator::Machine {
+        name: "a host".to_owned(),
+        memory_bytes: 3.6e9,
+        cores: Some(2),
+        measured: true,
+        ..zero_simulator::Machine::v100_32g()
+    };
+    std::fs::write(&file, machine.to_text("host.toml").unwrap()).unwrap();
+    let hardware = format!("--hardware {}:2x1", file.display());
+    let line = format!("--model gpt2-124m --seq-len 64 {hardware}");
+    let best = tuned(&line).best;
+    assert!(!best.is_empty());
+    for choice in best {
+        assert!(choice.gpu_bytes <= 1_800_000_000, "{choice:?}");
+        assert_eq!(choice.host_bytes, 0);
+        // As before a run: state, activations and buckets of both ranks.
+        let flags = choice
+            .flags
+            .iter()
+            .filter(|flag| !flag.starts_with("--config"));
+        let flags = flags.filter(|flag| !flag.starts_with("--stage"));
+        let flags: Vec<_> = flags.cloned().collect();
+        let report = json(&format!("{line} {}", flags.join(" ")));
+        let stage = &report["stages"][usize::from(choice.stage)];
+        assert!(
+            stage["process_bytes"].as_u64().unwrap() <= 3_600_000_000,
+            "{choice:?}"
+        );
+        assert_eq!(stage["fits"], true, "{choice:?}");
+    }
+}
+
+/// A search in which nothing can be simulated says why.
+#[test]
+fn refusals_have_their_reason() {
+    let line = "tune --model nano --hardware h100-80g:1x1 --dtype fp32";
+    let error = tune(&TuneLine::try_parse_from(line.split(' ')).unwrap().args);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("fp32"), "{error}");
 }
 
 #[derive(Parser)]
