@@ -1,5 +1,7 @@
 //! The six parameters of calibration.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use crate::Machine;
@@ -126,5 +128,16 @@ impl Efficiencies {
             launch_us,
             network,
         }
+    }
+}
+
+impl fmt::Display for Efficiencies {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [products, attention, memory, slowdown, launch_us, network] = self.to_array();
+        write!(
+            f,
+            "products {products:.3} of the peak, attention {attention:.3}, memory {memory:.3}, \
+             slowdown {slowdown:.3}, {launch_us:.1} us a launch, network {network:.3}"
+        )
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use zero::launcher::{Job, JobError, Report};
 
-use crate::support::signal;
+use crate::support::{signal, wait_until};
 
 /// Timeout that expires only if the launcher is broken; scripts that must be killed sleep longer.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -56,15 +56,6 @@ fn launcher(script: &str) -> Child {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap()
-}
-
-/// Polls until `is_done`, for at most [`LIMIT`].
-fn wait_until(what: &str, mut is_done: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !is_done() {
-        assert!(begun.elapsed() < LIMIT, "{what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 fn output(mut child: Child) -> (Output, String) {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{fails, run_tiny, zero};
+use crate::support::{HOST, fails, run_tiny, zero};
 
 fn text(folder: &Path, line: &str) -> String {
     let args: Vec<&str> = line.split_whitespace().collect();
@@ -13,22 +13,6 @@ fn text(folder: &Path, line: &str) -> String {
     assert!(output.status.success(), "{line}: {error}");
     String::from_utf8(output.stdout).unwrap()
 }
-
-/// A host of two cores, so that the tests depend on no measurement.
-const HOST: &str = "name = 'a host'
-peak_flops = 1e11
-memory_bytes_per_s = 2e10
-memory_bytes = 1e10
-sms = 2.0
-node_gpus = 2
-link_bytes_per_s = 1e10
-network_bytes_per_s = 1e10
-host_link_bytes_per_s = 1e10
-host_memory_bytes_per_s = 2e10
-disk_bytes_per_s = 1e9
-cores = 2
-measured = true
-";
 
 #[test]
 fn machine_is_measured() {

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Output};
+use std::time::{Duration, Instant};
 
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -128,4 +129,32 @@ pub(crate) fn write_model(folder: &Path, config: &ModelConfig) {
         .iter()
         .map(|(name, shape, bytes)| (name, view(shape, bytes)));
     safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
+}
+
+/// A host of two cores, so that the tests depend on no measurement.
+pub(crate) const HOST: &str = "name = 'a host'
+peak_flops = 1e11
+memory_bytes_per_s = 2e10
+memory_bytes = 1e10
+sms = 2.0
+node_gpus = 2
+link_bytes_per_s = 1e10
+network_bytes_per_s = 1e10
+host_link_bytes_per_s = 1e10
+host_memory_bytes_per_s = 2e10
+disk_bytes_per_s = 1e9
+cores = 2
+measured = true
+";
+
+/// Timeout that expires only if the program hangs.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Polls until `is_done`, for at most [`LIMIT`].
+pub(crate) fn wait_until(what: &str, mut is_done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !is_done() {
+        assert!(begun.elapsed() < LIMIT, "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }

@@ -4,31 +4,11 @@
 use std::fs;
 use std::path::Path;
 use std::process::{Child, Stdio};
-use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use crate::place;
-use crate::support::{fails, lines, signal, succeeds, temp, zero};
-
-/// Timeout that expires only if the program hangs.
-const LIMIT: Duration = Duration::from_secs(120);
-
-/// A host of two cores, so that no test measures the machine.
-const HOST: &str = "name = 'a host'
-peak_flops = 1e11
-memory_bytes_per_s = 2e10
-memory_bytes = 1e10
-sms = 2.0
-node_gpus = 2
-link_bytes_per_s = 1e10
-network_bytes_per_s = 1e10
-host_link_bytes_per_s = 1e10
-host_memory_bytes_per_s = 2e10
-disk_bytes_per_s = 1e9
-cores = 2
-measured = true
-";
+use crate::support::{HOST, fails, lines, signal, succeeds, temp, wait_until, zero};
 
 /// Writes a text, and the figures of the machine into the folder of results `out`.
 fn prepare(dir: &Path, out: &str) {
@@ -50,14 +30,6 @@ fn start(dir: &Path, line: &str) -> Child {
         .stderr(Stdio::null())
         .spawn()
         .unwrap()
-}
-
-fn wait_until(what: &str, mut is_done: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !is_done() {
-        assert!(begun.elapsed() < LIMIT, "{what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 const TUNE: &str = "tune --model nano --data text --device cpu --seq-len 16 --batch-tokens 64 \

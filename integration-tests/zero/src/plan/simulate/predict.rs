@@ -124,18 +124,10 @@ pub(super) fn run(args: &SimulateArgs) -> Result<(), CliError> {
         .collect();
 
     let mut text = table.to_csv(&predicted);
-    let Efficiencies {
-        products,
-        attention,
-        memory,
-        slowdown,
-        launch_us,
-        network,
-    } = fitted.efficiencies;
     text += &format!(
-        "\ncalibrated on {} rows: products {products:.3} of the peak, attention {attention:.3}, memory {memory:.3}, \
-         compute slows down by {slowdown:.3} beside collectives, {launch_us:.1} us a launch, network {network:.3}\n",
-        used.len()
+        "\ncalibrated on {} rows: {}\n",
+        used.len(),
+        fitted.efficiencies
     );
     text += &match Errors::of(&table.rows, &predicted, &used_here) {
         Some(errors) => errors_table(&[(predict.display().to_string(), errors)]),

@@ -204,17 +204,10 @@ fn table(runs: &[MeasuredRun], calibration: &Calibration) -> String {
 }
 
 fn summary(calibration: &Calibration) -> String {
-    let Efficiencies {
-        products,
-        attention,
-        memory,
-        slowdown,
-        launch_us,
-        network,
-    } = calibration.efficiencies;
-    format!(
-        "calibrated on {}: products {products:.3} of the peak, attention {attention:.3}, memory {memory:.3}, slowdown \
-         {slowdown:.3}, {launch_us:.1} us a launch, network {network:.3}\n",
-        calibration.source
-    )
+    let Calibration {
+        source,
+        efficiencies,
+        ..
+    } = calibration;
+    format!("calibrated on {source}: {efficiencies}\n")
 }
