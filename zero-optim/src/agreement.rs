@@ -19,8 +19,11 @@ use std::fmt::Display;
 
 use thiserror::Error;
 use zero_alloc::device::Device;
+use zero_kernels::AdamHyper;
 
-use crate::ShardedAdamW;
+use crate::format::Format;
+use crate::groups::Resolved;
+use crate::{OptimizerConfig, ShardedAdamW};
 
 /// The settings of a rank, in the order in which they are compared: those that others are derived
 /// from come first.
@@ -328,31 +331,59 @@ fn hash(bytes: &[u8]) -> u64 {
 }
 
 impl<D: Device> ShardedAdamW<D> {
-    /// The settings that all ranks share: types, hyperparameters, learning rate and schedule,
-    /// clipping, loss scale, the rules of groups, the names of the units, and the progress. Not
-    /// which elements a group has, and not the sizes of shards, both of which differ between ranks.
-    /// A program adds its own: seed, data, micro-batches, the assignment of groups.
+    /// The settings that all ranks share: dtype, format and home of the state, hyperparameters,
+    /// learning rate and schedule, clipping, loss scale, the rules of groups, the group of each
+    /// parameter if [`ParamGroups::assigned`](crate::ParamGroups::assigned) names them, the names of
+    /// the units, and the progress. Not the sizes of shards, which may differ between ranks. A
+    /// program adds its own: seed, data, micro-batches.
     pub fn settings(&self) -> RankSettings {
-        let config = self.controller.config();
-        let hyper = &config.hyper;
+        // Why without `..`: a new field does not compile until somebody decides whether ranks must
+        // agree on it.
+        let Self {
+            controller,
+            param_dtype,
+            groups,
+            names,
+            state,
+            // This rank's part, its memory, and what the step is in the middle of.
+            segments: _,
+            device: _,
+            kernels: _,
+            stats: _,
+            stats_scratch: _,
+            scalars: _,
+            device_steps: _,
+            stream: _,
+            is_updating: _,
+        } = self;
         let mut settings = RankSettings::new();
 
-        settings.push("param_dtype", self.param_dtype);
-        settings.push("masters_are_remainders", self.state.has_remainders());
-        settings.push("beta1", hyper.beta1);
-        settings.push("beta2", hyper.beta2);
-        settings.push("eps", hyper.eps);
-        settings.push("weight_decay", hyper.weight_decay);
-        settings.push("decoupled", hyper.decoupled);
-        settings.push("bias_correction", hyper.bias_correction);
-        settings.push("lr", config.lr);
-        settings.push("schedule", format!("{:?}", config.schedule));
-        settings.push("max_grad_norm", config.max_grad_norm);
-        settings.push("loss_scaling", format!("{:?}", config.loss_scaling));
-        settings.push("rates of groups", format!("{:?}", self.groups.rates));
-        settings.push("rules of groups", format!("{:?}", self.groups.launch_rules));
-        settings.push("units", self.names.len());
-        for (unit, name) in self.names.iter().enumerate() {
+        settings.push("param_dtype", param_dtype);
+        let Format {
+            masters,
+            bf16_moments,
+        } = state.format();
+        settings.push("masters", format!("{masters:?}"));
+        settings.push("moments", if bf16_moments { "bf16" } else { "fp32" });
+        settings.push("home of the state", state.home());
+        push_config(&mut settings, controller.config());
+
+        let Resolved {
+            rules,
+            assigned,
+            // Derived from the rules.
+            launch_rules: _,
+            rates: _,
+            // Of this rank's elements.
+            pieces: _,
+            state_elems: _,
+        } = groups;
+        settings.push("rules of groups", format!("{rules:?}"));
+        for (name, group) in assigned {
+            settings.push(format!("group of {name}"), group);
+        }
+        settings.push("units", names.len());
+        for (unit, name) in names.iter().enumerate() {
             settings.push(format!("name of unit {unit}"), name);
         }
         settings.push("progress", format!("{:?}", self.progress()));
@@ -373,6 +404,37 @@ impl<D: Device> ShardedAdamW<D> {
     ) -> Result<(), AgreementError> {
         agree(rank, Ok(&self.settings()), exchange)
     }
+}
+
+fn push_config(settings: &mut RankSettings, config: &OptimizerConfig) {
+    let OptimizerConfig {
+        hyper,
+        lr,
+        schedule,
+        max_grad_norm,
+        loss_scaling,
+        // It does not change the results.
+        sub_group_elems: _,
+    } = config;
+    let AdamHyper {
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        decoupled,
+        bias_correction,
+    } = hyper;
+
+    settings.push("beta1", beta1);
+    settings.push("beta2", beta2);
+    settings.push("eps", eps);
+    settings.push("weight_decay", weight_decay);
+    settings.push("decoupled", decoupled);
+    settings.push("bias_correction", bias_correction);
+    settings.push("lr", lr);
+    settings.push("schedule", format!("{schedule:?}"));
+    settings.push("max_grad_norm", max_grad_norm);
+    settings.push("loss_scaling", format!("{loss_scaling:?}"));
 }
 
 #[cfg(test)]

@@ -122,6 +122,9 @@ pub struct ParamGroups {
     pub rules: Vec<GroupRules>,
     /// The groups of all elements: the runs follow one another without gaps, over all segments.
     pub runs: Vec<GroupRun>,
+    /// The position in `rules` of each parameter, by name, which ranks compare; may be empty. Runs
+    /// cannot be compared, since each rank has those of its own elements.
+    pub assigned: Vec<(String, usize)>,
 }
 
 /// A range of a unit's elements with equal rules.
@@ -180,6 +183,9 @@ pub(crate) struct LaunchRules {
 /// The pieces of all units, and the distinct rules.
 #[derive(Clone, Debug)]
 pub(crate) struct Resolved {
+    /// The rules of each group, and the group of each parameter by name, if it is known.
+    pub(crate) rules: Vec<GroupRules>,
+    pub(crate) assigned: Vec<(String, usize)>,
     /// The pieces of each unit.
     pub(crate) pieces: Vec<Vec<Piece>>,
     pub(crate) launch_rules: Vec<LaunchRules>,
@@ -202,7 +208,16 @@ impl ParamGroups {
                 .into_iter()
                 .map(|(elems, group)| GroupRun { elems, group })
                 .collect(),
+            assigned: Vec::new(),
         }
+    }
+
+    /// Sets `assigned`, so that [`ShardedAdamW::agree`](crate::ShardedAdamW::agree) compares the
+    /// group of each parameter.
+    #[must_use]
+    pub fn assigned(mut self, groups: impl IntoIterator<Item = (String, usize)>) -> Self {
+        self.assigned = groups.into_iter().collect();
+        self
     }
 
     /// The number of distinct sets of learning rate and betas, the optimizer's own included: the
@@ -243,6 +258,8 @@ impl ParamGroups {
             .collect();
 
         Ok(Resolved {
+            rules: rules.to_vec(),
+            assigned: self.assigned.clone(),
             pieces,
             launch_rules,
             rates,
@@ -405,6 +422,7 @@ mod tests {
         ParamGroups {
             rules: rules.to_vec(),
             runs,
+            assigned: Vec::new(),
         }
     }
 

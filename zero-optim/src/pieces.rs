@@ -164,6 +164,20 @@ impl<D: Device> Pieces<D> {
         })
     }
 
+    pub(crate) fn format(&self) -> Format {
+        self.format
+    }
+
+    /// The kind of memory that the state is in.
+    pub(crate) fn home(&self) -> &'static str {
+        match &self.home {
+            Home::Blocks { .. } => "memory of the device",
+            Home::Memory { .. } => "host memory",
+            #[cfg(target_os = "linux")]
+            Home::File { .. } => "a file",
+        }
+    }
+
     pub(crate) fn has_remainders(&self) -> bool {
         self.format.masters == MasterFormat::Remainders
     }

@@ -373,6 +373,7 @@ fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
     let groups = ParamGroups {
         rules: rules.into(),
         runs: runs.into(),
+        ..ParamGroups::default()
     };
 
     steps_are_equal(&Rig {

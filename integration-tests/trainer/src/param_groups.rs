@@ -314,7 +314,7 @@ impl ModelGroups {
         });
 
         let held = |rank: Option<u64>| -> Option<u64> {
-            let ParamGroups { rules, runs } = self.of(layout, rank).ok()?;
+            let ParamGroups { rules, runs, .. } = self.of(layout, rank).ok()?;
             let trained = runs.iter().filter(|run| rules[run.group].trainable);
             Some(trained.map(|run| run.elems.len() as u64).sum())
         };

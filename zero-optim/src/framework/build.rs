@@ -1,5 +1,6 @@
 //! Making a [`Zero`].
 
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use zero_alloc::Purpose;
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostDevice;
 use zero_comm::{BucketOptions, Buckets, PrefetchOptions, PrefetchReport, Prefetcher, WaitOnDrop};
-use zero_shard::{Layout, ParamId, ParamSpec, UnitSpec, ZeroStage};
+use zero_shard::{Layout, ParamId, ParamPlacement, ParamSpec, UnitLayout, UnitSpec, ZeroStage};
 
 use crate::{
     AdamWBuilder, GroupRules, OffloadOptions, OptimizerConfig, ParamGroups, RankSettings, Segment,
@@ -16,10 +17,11 @@ use crate::{
 };
 
 use super::FrameworkError;
+use super::calls::Call;
 use super::core::{Core, UnitParams, kept};
 use super::gradients::Gradients;
 use super::rank::Rank;
-use super::values::range_of;
+use super::values::{range_of, short_name};
 use super::zero::Zero;
 
 /// Elements of the largest bucket by default: 64 MiB in bf16.
@@ -175,7 +177,7 @@ impl<D: Device> Builder<D> {
     ) -> Result<Zero<D>, FrameworkError> {
         let rank = self.rank.comm.rank();
         let comm = Arc::clone(&self.rank.comm);
-        let exchange = self.rank.exchanger();
+        let exchange = self.rank.exchanger(Call::Build);
         let made = self.make(init);
 
         let settings = made.as_ref().map(|(_, settings)| settings);
@@ -192,35 +194,27 @@ impl<D: Device> Builder<D> {
         self,
         mut init: impl FnMut(&str, &[u64], &mut [f32]),
     ) -> Result<(Zero<D>, RankSettings), FrameworkError> {
+        // Why without `..`: a new setting does not compile until it is used, and so is agreed on.
         let Self {
             rank,
             stage,
             dtype,
+            reduce_dtype,
             config,
             micro_batches,
             units,
             rules,
             group_of,
-            ..
+            bucket_elems,
+            prefetch,
+            offload,
         } = self;
 
         let ranks = rank.comm.world_size();
         let layout = Layout::new(&units, ranks as u64, 1)?;
         check(&units, micro_batches)?;
         let mut settings = settings(&units, stage, micro_batches);
-
-        let name_of = |id: ParamId| &*layout.units()[id.unit].params[id.param].name;
-        let group = |id: ParamId| group_of(name_of(id));
-        for (id, placed) in layout.params() {
-            if group(id) >= rules.len() {
-                return Err(FrameworkError::Setting(format!(
-                    "{} is in group {} of {}",
-                    placed.name,
-                    group(id),
-                    rules.len()
-                )));
-            }
-        }
+        let groups = Groups::new(&layout, rules, &*group_of)?;
 
         let wait = WaitOnDrop::new(
             Arc::clone(&rank.comm),
@@ -229,22 +223,16 @@ impl<D: Device> Builder<D> {
         );
         let params = units_params(&rank, &layout, stage, dtype)?;
 
-        let (segments, runs) = match stage.shards_optimizer() {
-            true => (
-                Segment::shards(&layout),
-                layout.group_runs(rank.id(), group)?,
-            ),
-            false => (
-                Segment::wholes(&layout, rank.id()),
-                layout.whole_group_runs(group),
-            ),
+        let segments = match stage.shards_optimizer() {
+            true => Segment::shards(&layout),
+            false => Segment::wholes(&layout, rank.id()),
         };
-        let groups = ParamGroups::new(rules.clone(), runs);
+        let of_rank = groups.of_rank(&layout, rank.id(), stage)?;
         let optim = ShardedAdamW::builder(&rank.pool, Arc::clone(&rank.kernels), &rank.compute)
             .config(config)
             .param_dtype(dtype)
-            .groups(&groups);
-        let optim = match self.offload {
+            .groups(&of_rank);
+        let optim = match offload {
             Some(offload) => offload(optim),
             None => optim,
         };
@@ -261,8 +249,8 @@ impl<D: Device> Builder<D> {
             .max()
             .unwrap_or(0)
             .clamp(ranks, MAX_BUCKET_ELEMS.max(ranks));
-        let capacity = self.bucket_elems.unwrap_or(largest);
-        let options = BucketOptions::new(capacity, self.reduce_dtype.unwrap_or(dtype));
+        let capacity = bucket_elems.unwrap_or(largest);
+        let options = BucketOptions::new(capacity, reduce_dtype.unwrap_or(dtype));
         settings.push("buckets", format!("{options:?}"));
         let buckets = Buckets::new(
             &rank.pool,
@@ -271,10 +259,10 @@ impl<D: Device> Builder<D> {
             rank.comm_stream.clone(),
             options,
         )?;
-        let trained = |unit, param| rules[group(ParamId { unit, param })].trainable;
+        let trained = |unit, param| groups.rules_of(ParamId { unit, param }).trainable;
         let gradients = Gradients::new(&rank, &layout, (stage, micro_batches), buckets, trained)?;
 
-        settings.push("prefetch", format!("{:?}", self.prefetch));
+        settings.push("prefetch", format!("{prefetch:?}"));
         let prefetcher = stage.shards_params().then(|| {
             Prefetcher::new(
                 rank.pool.clone(),
@@ -282,7 +270,7 @@ impl<D: Device> Builder<D> {
                 rank.compute.clone(),
                 rank.comm_stream.clone(),
                 params.iter().map(|unit| unit.held).collect(),
-                self.prefetch,
+                prefetch,
             )
         });
 
@@ -317,6 +305,59 @@ impl Builder<HostDevice> {
     }
 }
 
+/// The parameter groups of a model.
+struct Groups {
+    rules: Vec<GroupRules>,
+    /// The group of each parameter of each unit.
+    units: Vec<Vec<usize>>,
+}
+
+impl Groups {
+    /// Calls `group_of` once for each parameter.
+    fn new(
+        layout: &Layout,
+        rules: Vec<GroupRules>,
+        group_of: &dyn Fn(&str) -> usize,
+    ) -> Result<Self, FrameworkError> {
+        let group_of = |param: &ParamPlacement| match group_of(&param.name) {
+            group if group < rules.len() => Ok(group),
+            group => Err(FrameworkError::Setting(format!(
+                "{} is in group {group} of {}",
+                param.name,
+                rules.len()
+            ))),
+        };
+        let of_unit = |unit: &UnitLayout| unit.params.iter().map(group_of).collect();
+        let units: Result<_, _> = layout.units().iter().map(of_unit).collect();
+        let units = units?;
+        Ok(Self { rules, units })
+    }
+
+    fn of(&self, id: ParamId) -> usize {
+        self.units[id.unit][id.param]
+    }
+
+    fn rules_of(&self, id: ParamId) -> &GroupRules {
+        &self.rules[self.of(id)]
+    }
+
+    /// The groups of the elements whose state a rank has.
+    fn of_rank(
+        &self,
+        layout: &Layout,
+        rank: u64,
+        stage: ZeroStage,
+    ) -> Result<ParamGroups, FrameworkError> {
+        let runs = match stage.shards_optimizer() {
+            true => layout.group_runs(rank, |id| self.of(id))?,
+            false => layout.whole_group_runs(|id| self.of(id)),
+        };
+        let params = layout.params();
+        let assigned = params.map(|(id, placed)| (placed.name.clone(), self.of(id)));
+        Ok(ParamGroups::new(self.rules.clone(), runs).assigned(assigned))
+    }
+}
+
 fn check(units: &[UnitSpec], micro_batches: usize) -> Result<(), FrameworkError> {
     let refuse = |why: &str| Err(FrameworkError::Setting(why.to_owned()));
     if units.iter().all(|unit| unit.params.is_empty()) {
@@ -324,6 +365,21 @@ fn check(units: &[UnitSpec], micro_batches: usize) -> Result<(), FrameworkError>
     }
     if micro_batches == 0 {
         return refuse("micro_batches is 0; it must be at least 1");
+    }
+    units.iter().try_for_each(check_names)
+}
+
+/// Checks that no name means two parameters of the unit.
+fn check_names(unit: &UnitSpec) -> Result<(), FrameworkError> {
+    let full: HashSet<&str> = unit.params.iter().map(|param| &*param.name).collect();
+    for param in &unit.params {
+        let short = short_name(&unit.name, &param.name).filter(|short| full.contains(short));
+        if let Some(short) = short {
+            return Err(FrameworkError::Setting(format!(
+                "in unit {:?} the name {short:?} means two parameters, {short} and {}; rename one",
+                unit.name, param.name
+            )));
+        }
     }
     Ok(())
 }
@@ -416,7 +472,7 @@ fn initialise<D: Device>(
 }
 
 /// A hash of the bits of `values`, in order.
-fn hash(values: &[f32]) -> u64 {
+pub(super) fn hash(values: &[f32]) -> u64 {
     const PRIME: u64 = 0x0100_0000_01b3; // of FNV-1a
     let next = |hash: u64, value: &f32| (hash ^ u64::from(value.to_bits())).wrapping_mul(PRIME);
     values.iter().fold(0xcbf2_9ce4_8422_2325, next)

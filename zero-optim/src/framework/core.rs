@@ -7,13 +7,16 @@ use std::sync::{Arc, Mutex};
 use half::{bf16, f16};
 use zero_alloc::Block;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceKind, Event, Stream};
-use zero_ckpt::{ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
+use zero_ckpt::{CkptError, ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
+use zero_kernels::RankStats;
 use zero_shard::{Layout, ParamId, ZeroStage};
 
-use crate::{Divisor, RankParams, RankSettings, ShardedAdamW, StepInputs, StepOutcome};
+use crate::{Divisor, GatheredStats, RankParams, RankSettings, ShardedAdamW, StepOutcome};
 use crate::{UnitSlices, agree};
 
 use super::FrameworkError;
+use super::build::hash;
+use super::calls::{self, Call, EndOfStep, Losses};
 use super::gradients::Gradients;
 use super::rank::Rank;
 use super::values::{Memory, some};
@@ -80,22 +83,39 @@ impl<D: Device> Core<D> {
         result.inspect_err(|error| self.fail(&error.to_string()))
     }
 
-    /// The mean of `value` over ranks.
-    pub(super) fn mean(&self, value: f64) -> Result<f64, FrameworkError> {
-        let all = self.sum(value)?;
-        Ok(all / self.rank.comm.world_size() as f64)
+    /// The mean of the losses of validation over ranks.
+    pub(super) fn mean(&self, loss: f64) -> Result<f64, FrameworkError> {
+        let losses = Losses::Means(loss);
+        let all = self.exchange_ends(Call::EndValidation, RankStats::new(&[], loss), losses)?;
+        let sum: f64 = all.iter().map(|rank| rank.stats.loss).sum();
+        Ok(sum / all.len() as f64)
     }
 
-    /// The sum of `value` over ranks.
-    pub(super) fn sum(&self, value: f64) -> Result<f64, FrameworkError> {
-        let all = self.rank.exchange(&value.to_le_bytes())?;
-        let one = |bytes: &Vec<u8>| {
-            let bytes = bytes.as_slice().try_into();
-            bytes
-                .map(f64::from_le_bytes)
-                .map_err(|_| FrameworkError::Order)
-        };
-        all.iter().map(one).sum()
+    /// Sends the end of this rank's step and returns those of all ranks, which have in common what
+    /// they must.
+    fn exchange_ends(
+        &self,
+        call: Call,
+        stats: RankStats,
+        losses: Losses,
+    ) -> Result<Vec<EndOfStep>, FrameworkError> {
+        let lr = self.optim.config().lr;
+        let uses = self.gradients.uses();
+        let own = EndOfStep::new(stats, losses, lr, uses);
+        let messages = self.rank.exchange(call, bytemuck::bytes_of(&own))?;
+
+        let all = EndOfStep::decode(&messages)?;
+        if !EndOfStep::agree(&all) {
+            let settings = calls::of_step(losses, lr, uses, &self.layout);
+            self.compare(call, &settings)?;
+        }
+        Ok(all)
+    }
+
+    /// Returns an error on all ranks if the settings of two ranks differ.
+    fn compare(&self, call: Call, settings: &RankSettings) -> Result<(), FrameworkError> {
+        let exchange = |message: &[u8]| self.rank.exchange(call, message);
+        call.compare(self.rank.comm.rank(), settings, exchange)
     }
 
     pub(super) fn unit(&self, name: &str) -> Result<usize, FrameworkError> {
@@ -183,8 +203,43 @@ impl<D: Device> Core<D> {
         Ok(values)
     }
 
+    /// Checks that replicas of parameters are equal.
+    fn check_replicas(&self) -> Result<(), FrameworkError> {
+        if self.stage.shards_params() || self.rank.comm.world_size() == 1 {
+            return Ok(());
+        }
+        let mut hashes = RankSettings::new();
+        for (index, unit) in self.params.iter().enumerate() {
+            self.wait_for_params(index)?;
+            let values = self.read(unit.held)?;
+            hashes.push(&self.layout.units()[index].name, hash(&values));
+        }
+
+        let compared = self.compare(Call::Save, &hashes);
+        compared.map_err(|error| match error {
+            FrameworkError::Differs {
+                rank,
+                reference,
+                what: unit,
+                ..
+            } => FrameworkError::Replicas {
+                rank,
+                reference,
+                unit,
+            },
+            error => error,
+        })
+    }
+
     /// Saves a checkpoint, with the other ranks.
     pub(super) fn save(&mut self, folder: &Path) -> Result<(), FrameworkError> {
+        let mut settings = RankSettings::new();
+        self.gradients.uses().push_to(&mut settings);
+        settings.push("the state of Zero::set_state", &self.state);
+        self.compare(Call::Save, &settings)?;
+        let replicas = self.check_replicas();
+        self.or_fail(replicas)?;
+
         let Self {
             rank,
             layout,
@@ -193,7 +248,7 @@ impl<D: Device> Core<D> {
             ..
         } = self;
 
-        let exchange = |message: &[u8]| rank.exchange(message);
+        let exchange = |message: &[u8]| rank.exchange(Call::Save, message);
         let mut exchange = ExchangeFn::new(rank.id(), exchange);
         let options = StoreOptions::default();
         let store = Store::create_on_ranks(folder, rank.id(), options, &mut exchange, |_| Ok(()))?;
@@ -210,20 +265,29 @@ impl<D: Device> Core<D> {
         Ok(())
     }
 
-    /// Opens the newest checkpoint in `folder` on all ranks; all have the error of one.
+    /// Opens the newest checkpoint in `folder`, as rank 0 sees it, on all ranks; all have the error
+    /// of one.
     pub(super) fn open(&self, folder: &Path) -> Result<Reader, FrameworkError> {
-        let reader = Reader::open(folder).and_then(|reader| {
+        let exchange = |message: &[u8]| self.rank.exchange(Call::Resume, message);
+        let mut of_store = ExchangeFn::new(self.rank.id(), exchange);
+        let open = || Reader::open(folder);
+        let reader = Reader::open_on_ranks(folder, self.rank.id(), &mut of_store, open);
+        let reader = reader.and_then(|reader| {
             reader.view(&self.layout)?;
             Ok(reader)
         });
-        let settings = reader.as_ref().map(|reader| {
-            let manifest = reader.manifest();
-            RankSettings::from_iter([("step of the checkpoint", manifest.step)])
+        // The ranks may be in different calls: no exchange follows.
+        if let Err(error @ CkptError::Exchange { .. }) = reader {
+            return Err(error.into());
+        }
+
+        let checkpoint = reader.as_ref().map(|reader| {
+            let selection = reader.selection();
+            let crc64 = format!("{:016x}", selection.crc64);
+            RankSettings::from_iter([("checksum of the checkpoint", crc64)])
         });
-        let settings = settings.as_ref().map_err(|error| error as &dyn Display);
-        agree(self.rank.comm.rank(), settings, |message| {
-            self.rank.exchange(message)
-        })?;
+        let checkpoint = checkpoint.as_ref().map_err(|error| error as &dyn Display);
+        agree(self.rank.comm.rank(), checkpoint, exchange)?;
         Ok(reader?)
     }
 
@@ -242,53 +306,38 @@ impl<D: Device> Core<D> {
     }
 
     /// The statistics, the decision and the update of a step.
-    pub(super) fn update(
-        &mut self,
-        loss: f64,
-        divisor: f64,
-    ) -> Result<StepOutcome, FrameworkError> {
-        let Self {
-            rank,
-            params,
-            gradients,
-            optim,
-            ..
-        } = self;
+    pub(super) fn update(&mut self, losses: Losses) -> Result<StepOutcome, FrameworkError> {
+        let Rank { compute, limit, .. } = &self.rank;
+        self.gradients.complete_sums(&self.rank)?;
+        let sums = self.gradients.sums();
+        self.optim.enqueue_stats(compute, &sums)?;
+        let stats = self.optim.rank_stats(compute, losses.loss(), *limit)?;
 
-        let order = gradients.order();
-        let sums = gradients.sums(rank)?;
+        let all = self.exchange_ends(Call::End, stats, losses)?;
+        let divisor: f64 = match losses {
+            Losses::Means(_) => (all.len() * self.micro_batches) as f64,
+            Losses::Sums { .. } => all.iter().map(|rank| rank.weight).sum(),
+        };
+        let of_rank = |EndOfStep { stats, .. }: &EndOfStep| RankStats {
+            loss: stats.loss / divisor,
+            ..*stats
+        };
+        let stats: Vec<RankStats> = all.iter().map(of_rank).collect();
+        let gathered = GatheredStats::new(&stats, Divisor::Sum(divisor));
+
         // A gather of the last step reads what the update writes.
-        for unit in &*params {
-            rank.compute.wait(&unit.ready)?;
+        for unit in &self.params {
+            compute.wait(&unit.ready)?;
         }
-        let units: Vec<_> = sums
-            .into_iter()
-            .zip(&*params)
+        let units = sums.into_iter().zip(&self.params);
+        let units: Vec<_> = units
             .map(|(grad, unit)| UnitSlices {
                 grad,
                 param: &unit.own,
             })
             .collect();
+        let outcome = self.optim.step(compute, &units, gathered, *limit)?;
 
-        // Ranks compare both halves.
-        let rate = optim.config().lr.to_bits();
-        let rate = rate ^ rate >> 32;
-        let flags = u64::from(order) | rate << 32;
-        let inputs = StepInputs::new(loss / divisor, Divisor::Sum(divisor)).flags(flags);
-        let outcome = optim.step_with(
-            &rank.compute,
-            &units,
-            inputs,
-            |message| rank.exchange(message),
-            rank.limit,
-        )?;
-        let differing = outcome.flags().any ^ outcome.flags().all;
-        if differing as u32 != 0 {
-            return Err(FrameworkError::Order);
-        }
-        if differing != 0 {
-            return Err(FrameworkError::LearningRate);
-        }
         if !outcome.is_skipped() {
             self.gather()?;
         }

@@ -69,16 +69,44 @@ pub enum FrameworkError {
     /// Another number of micro-batches than that of the run.
     #[error("the step has {got} micro-batches, expected {expected}; set Builder::micro_batches")]
     MicroBatches { got: usize, expected: usize },
-    /// Ranks gathered or reduced units in different orders.
+    /// Losses of one step that are means, and others that are sums with weights.
     #[error(
-        "ranks used the units of this step in different orders; all ranks must call forward and backward alike"
+        "a loss with a weight beside one without in one step: end all micro-batches with next_micro_batch and end, or all with \
+         next_micro_batch_of and end_of"
     )]
-    Order,
-    /// Ranks have different learning rates.
+    MixedLosses,
+    /// Ranks that are in different calls.
     #[error(
-        "ranks have different learning rates in this step; call set_lr with the same rate on all ranks"
+        "rank {rank} called {call} where rank 0 called {expected}; all ranks make the same calls in the same order"
     )]
-    LearningRate,
+    OtherCall {
+        rank: usize,
+        call: &'static str,
+        expected: &'static str,
+    },
+    /// Ranks that differ in a call, such as in the learning rate or in the order of units.
+    #[error(
+        "{call}: rank {rank} differs from rank {reference}: {what} is {got} on rank {rank} and {expected} on rank {reference}; \
+         all ranks make the same calls with the same values"
+    )]
+    Differs {
+        call: &'static str,
+        rank: usize,
+        reference: usize,
+        what: String,
+        got: String,
+        expected: String,
+    },
+    /// Ranks that hold the same parameters have different ones.
+    #[error(
+        "the parameters of {unit} on rank {rank} differ from those of rank {reference}: a program wrote into them, or a memory or a \
+         link is faulty; nothing was saved; resume from an earlier checkpoint"
+    )]
+    Replicas {
+        rank: usize,
+        reference: usize,
+        unit: String,
+    },
     /// Elements of another type than those of the run.
     #[error("{name} is {run} in this run, not {asked}")]
     Type {

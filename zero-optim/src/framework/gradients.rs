@@ -17,6 +17,7 @@ use zero_kernels::Segments;
 use zero_shard::{Layout, UnitLayout, ZeroStage};
 
 use super::FrameworkError;
+use super::calls::{Use, Uses};
 use super::rank::Rank;
 use super::values::{Memory, find, range_of, some};
 
@@ -51,8 +52,7 @@ pub(super) struct Gradients<D: Device> {
     sums: Vec<Option<Reduced<D>>>,
     buckets: Buckets<D>,
     failure: Option<String>,
-    /// A hash of the collectives of the step, in order.
-    order: u64,
+    uses: Uses,
     /// Owners of packed gradients, until the event.
     packed: VecDeque<(D::Event, Vec<Owner>)>,
     /// Owners of gradients whose sum failed, until the streams have ended.
@@ -105,7 +105,7 @@ impl<D: Device> Gradients<D> {
             units,
             buckets,
             failure: None,
-            order: 0,
+            uses: Uses::default(),
             packed: VecDeque::new(),
             unpacked: Vec::new(),
             _memory: memory,
@@ -256,7 +256,7 @@ impl<D: Device> Gradients<D> {
     /// Begins a step.
     pub(super) fn begin(&mut self) {
         self.micro = 0;
-        self.order = 0;
+        self.uses.begin_step();
         self.begin_micro_batch();
     }
 
@@ -266,17 +266,14 @@ impl<D: Device> Gradients<D> {
         }
     }
 
-    /// Notes a collective of a unit: two ranks that gather units of equal lengths in different
-    /// orders have no other sign of it.
+    /// Notes a collective of a unit.
     pub(super) fn note(&mut self, is_gather: bool, unit: usize) {
-        const PRIME: u64 = 0x0100_0000_01b3; // of FNV-1a
-        let collective = 2 * unit as u64 + u64::from(is_gather) + 1;
-        self.order = (self.order ^ collective).wrapping_mul(PRIME);
+        self.uses.push(Use { is_gather, unit });
     }
 
-    /// The hash of the collectives of the step.
-    pub(super) fn order(&self) -> u32 {
-        (self.order ^ self.order >> 32) as u32
+    /// The collectives of units so far.
+    pub(super) fn uses(&self) -> &Uses {
+        &self.uses
     }
 
     /// Ends a micro-batch that is not the last.
@@ -332,19 +329,21 @@ impl<D: Device> Gradients<D> {
         Ok(())
     }
 
-    /// The sums over ranks of all units, at the end of the step.
-    pub(super) fn sums(&mut self, rank: &Rank<D>) -> Result<Vec<&Reduced<D>>, FrameworkError> {
-        let mut sums = Vec::new();
+    /// Gives frozen units, which have no gradients, an empty sum.
+    pub(super) fn complete_sums(&mut self, rank: &Rank<D>) -> Result<(), FrameworkError> {
         for (unit, sum) in self.units.iter().zip(&mut self.sums) {
-            // A frozen unit has none.
             if sum.is_none() {
                 let done = rank.compute.record()?;
                 // SAFETY: an empty slice, to which nothing is written.
                 *sum = Some(unsafe { Reduced::new(unit.sum.slice(0..0), done) });
             }
-            sums.extend(sum.as_ref());
         }
-        Ok(sums)
+        Ok(())
+    }
+
+    /// The sums over ranks of all units, once they are complete.
+    pub(super) fn sums(&self) -> Vec<&Reduced<D>> {
+        self.sums.iter().flatten().collect()
     }
 
     /// Why a gradient that was taken was not summed.

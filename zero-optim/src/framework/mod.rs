@@ -27,15 +27,21 @@
 //! |---|---|
 //! | a parameter without a gradient at the end, or with two | an error that names it |
 //! | a name or a length that does not exist | an error that names both; the step may go on |
-//! | ranks with other parameters, settings, stages or initial values | an error of [`Builder::build`] on all ranks |
-//! | a learning rate that is set on one rank | an error at the end of the step, on all ranks |
+//! | a name that means two parameters of a unit | an error of [`Builder::build`] |
+//! | ranks with other parameters, groups, settings, formats of state, stages or initial values | an error of [`Builder::build`] on all ranks |
+//! | a learning rate that is set on one rank, or losses with weights on one | an error at the end of the step, on all ranks |
+//! | losses with and without weights in one step | an error; at [`Step::next_micro_batch`] the step may go on |
 //! | a step that fails, is dropped, or panics | the other ranks get an error at once |
-//! | units in another order than on other ranks | an error on all ranks |
+//! | units in another order than on other ranks | an error on all ranks that names rank and unit |
+//! | ranks in different calls, such as `save` and `resume` | an error on all ranks that names both, or the collectives that met |
+//! | a checkpoint that another rank does not have, or has otherwise | an error of [`Zero::resume`] on all ranks |
+//! | a state that differs between ranks, or parameters that one rank changed | an error of [`Zero::save`] on all ranks; nothing is saved |
 //! | tensors that keep parameters at stage 3 | an error that names the unit |
 //!
 //! After an error that ended a step, make a new `Zero` and resume.
 
 mod build;
+mod calls;
 mod core;
 mod error;
 mod gradients;

@@ -12,6 +12,7 @@ use zero_kernels::Kernels;
 use zero_kernels::host::HostKernels;
 
 use super::FrameworkError;
+use super::calls::Call;
 
 /// The context of a rank: its communicator, memory, streams and kernels.
 pub struct Rank<D: Device> {
@@ -107,20 +108,32 @@ impl<D: Device> Rank<D> {
         self.comm.rank() as u64
     }
 
-    /// Sends `message` to all ranks and returns those of all ranks, in rank order.
-    pub(super) fn exchange(&self, message: &[u8]) -> Result<Vec<Vec<u8>>, FrameworkError> {
+    /// Sends `message` to all ranks, which are in the same call, and returns those of all ranks, in
+    /// rank order.
+    pub(super) fn exchange(
+        &self,
+        call: Call,
+        message: &[u8],
+    ) -> Result<Vec<Vec<u8>>, FrameworkError> {
         let Self { pool, compute, .. } = self;
-        Ok(self.comm.exchange(pool, compute, message, self.limit)?)
+        call.exchange(message, |message| {
+            self.comm.exchange(pool, compute, message, self.limit)
+        })
     }
 
     /// [`Self::exchange`] that outlives the rank.
     pub(super) fn exchanger(
         &self,
+        call: Call,
     ) -> impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, FrameworkError> + use<D> {
         let comm = Arc::clone(&self.comm);
         let pool = self.pool.clone();
         let compute = self.compute.clone();
         let limit = self.limit;
-        move |message| Ok(comm.exchange(&pool, &compute, message, limit)?)
+        move |message| {
+            call.exchange(message, |message| {
+                comm.exchange(&pool, &compute, message, limit)
+            })
+        }
     }
 }

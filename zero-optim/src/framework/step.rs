@@ -12,6 +12,7 @@ use zero_shard::UnitLayout;
 use crate::StepOutcome;
 
 use super::FrameworkError;
+use super::calls::Losses;
 use super::core::Core;
 use super::gradients::Grads;
 use super::values::{Memory, Params};
@@ -24,8 +25,8 @@ pub struct Step<'a, D: Device> {
     /// The gathers of stage 3.
     pub(super) gathers: Option<PrefetchStep<'a, D>>,
     pub(super) report: &'a mut PrefetchReport,
-    pub(super) loss: f64,
-    pub(super) weight: f64,
+    /// Those of earlier micro-batches.
+    pub(super) losses: Option<Losses>,
     /// The last error of a call that left the step as it was.
     pub(super) last_error: Option<String>,
 }
@@ -161,22 +162,34 @@ impl<D: Device> Step<'_, D> {
     /// Ends a micro-batch with its mean loss (not scaled), before the forward of the next one.
     ///
     /// # Errors
-    /// A parameter has no gradient, or there are no more micro-batches; then nothing has changed.
+    /// A parameter has no gradient, there are no more micro-batches, or an earlier loss had a
+    /// weight; then nothing has changed.
     pub fn next_micro_batch(&mut self, loss: f64) -> Result<(), FrameworkError> {
-        self.core.check()?;
-        self.core.gradients.next_micro_batch(&self.core.layout)?;
-        self.loss += loss;
-        Ok(())
+        self.next(Losses::Means(loss))
     }
 
     /// As [`Self::next_micro_batch`], for a loss that is a sum of weight `weight`, such as tokens.
     ///
     /// # Errors
-    /// As [`Self::next_micro_batch`].
+    /// As [`Self::next_micro_batch`], but an earlier loss had no weight.
     pub fn next_micro_batch_of(&mut self, loss: f64, weight: f64) -> Result<(), FrameworkError> {
-        self.next_micro_batch(loss)?;
-        self.weight += weight;
+        self.next(Losses::Sums { loss, weight })
+    }
+
+    fn next(&mut self, losses: Losses) -> Result<(), FrameworkError> {
+        self.core.check()?;
+        let losses = self.losses_with(losses)?;
+        self.core.gradients.next_micro_batch(&self.core.layout)?;
+        self.losses = Some(losses);
         Ok(())
+    }
+
+    /// The losses of the step with those of this micro-batch.
+    fn losses_with(&self, losses: Losses) -> Result<Losses, FrameworkError> {
+        match self.losses {
+            None => Ok(losses),
+            Some(earlier) => earlier.and(losses),
+        }
     }
 
     /// Ends the step with the mean loss of this rank's last micro-batch (not scaled): statistics,
@@ -184,13 +197,11 @@ impl<D: Device> Step<'_, D> {
     /// over ranks and micro-batches.
     ///
     /// # Errors
-    /// A parameter has no gradient, micro-batches are missing, or a rank failed. The run has then
-    /// ended on all ranks.
+    /// A parameter has no gradient, micro-batches are missing, ranks differ in the order of units,
+    /// the learning rate or the kind of losses, or a rank failed: nothing was updated. Or the update
+    /// failed. The run has then ended on all ranks.
     pub fn end(self, loss: f64) -> Result<StepOutcome, FrameworkError> {
-        let core = &self.core;
-        let divisor = (core.rank.comm.world_size() * core.micro_batches) as f64;
-        let loss = self.loss + loss;
-        self.end_with(loss, |_| Ok(divisor))
+        self.end_with(Losses::Means(loss))
     }
 
     /// As [`Self::end`], for losses that are sums: gradients, and the loss of the outcome, are the
@@ -199,17 +210,12 @@ impl<D: Device> Step<'_, D> {
     /// # Errors
     /// As [`Self::end`], or the weights of all ranks are 0.
     pub fn end_of(self, loss: f64, weight: f64) -> Result<StepOutcome, FrameworkError> {
-        let weight = self.weight + weight;
-        let loss = self.loss + loss;
-        self.end_with(loss, |core| core.sum(weight))
+        self.end_with(Losses::Sums { loss, weight })
     }
 
-    fn end_with(
-        mut self,
-        loss: f64,
-        divisor: impl FnOnce(&Core<D>) -> Result<f64, FrameworkError>,
-    ) -> Result<StepOutcome, FrameworkError> {
+    fn end_with(mut self, losses: Losses) -> Result<StepOutcome, FrameworkError> {
         self.core.check()?;
+        let losses = self.losses_with(losses);
         if let Some(gathers) = self.gathers.take() {
             *self.report = gathers.end();
         }
@@ -217,8 +223,8 @@ impl<D: Device> Step<'_, D> {
             .core
             .gradients
             .check_end(&self.core.layout)
-            .and_then(|()| divisor(self.core))
-            .and_then(|divisor| self.core.update(loss, divisor))
+            .and(losses)
+            .and_then(|losses| self.core.update(losses))
             .map_err(|error| error.at(|| "end of the step".to_owned()));
         let outcome = self.core.or_fail(outcome);
         self.core.in_step = false;

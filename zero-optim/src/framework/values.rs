@@ -21,18 +21,19 @@ pub(super) fn range_of(unit: &UnitLayout, param: usize) -> Range<usize> {
 
 /// The position of a parameter in a unit, by its name, with or without `UNIT.` before it.
 pub(super) fn find(unit: &UnitLayout, name: &str) -> Result<usize, FrameworkError> {
-    let is_short = |full: &str| {
-        let rest = full.strip_prefix(&unit.name);
-        rest.and_then(|rest| rest.strip_prefix('.')) == Some(name)
-    };
-    let is = |full: &str| full == name || is_short(full);
-
-    let found = unit.params.iter().position(|param| is(&param.name));
+    let position = |is: &dyn Fn(&str) -> bool| unit.params.iter().position(|param| is(&param.name));
+    let found = position(&|full| full == name)
+        .or_else(|| position(&|full| short_name(&unit.name, full) == Some(name)));
     found.ok_or_else(|| FrameworkError::Unknown {
         what: "parameter",
         name: name.to_owned(),
         known: some(unit.params.iter().map(|param| &*param.name)),
     })
+}
+
+/// The full name of a parameter without `UNIT.` before it.
+pub(super) fn short_name<'a>(unit: &str, full: &'a str) -> Option<&'a str> {
+    full.strip_prefix(unit)?.strip_prefix('.')
 }
 
 /// Some of the names, and the number of others.

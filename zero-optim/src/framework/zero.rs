@@ -86,8 +86,7 @@ impl<D: Device> Zero<D> {
             core,
             gathers,
             report,
-            loss: 0.0,
-            weight: 0.0,
+            losses: None,
             last_error: None,
         })
     }
@@ -141,21 +140,23 @@ impl<D: Device> Zero<D> {
     }
 
     /// Saves weights, moments and progress as a checkpoint in `folder`, with the other ranks. All
-    /// ranks call it.
+    /// ranks call it, after [`Self::set_state`] with the same value. Parameters that several ranks
+    /// hold, at stages 0 to 2, are compared first.
     ///
     /// # Errors
-    /// A file could not be written: all ranks have the error, and may go on. Or a rank failed, or
-    /// an earlier step did not end.
+    /// A file could not be written, or ranks have different states: all ranks have the error, and
+    /// may go on. Or ranks differ in parameters or steps, a rank failed, or an earlier step did not
+    /// end: the run has ended on all ranks.
     pub fn save(&mut self, folder: impl AsRef<Path>) -> Result<(), FrameworkError> {
         self.core.check()?;
         self.core.save(folder.as_ref())
     }
 
     /// Loads the newest checkpoint in `folder`, of any number of ranks, stage and dtype. All ranks
-    /// call it.
+    /// call it; rank 0 chooses the checkpoint.
     ///
     /// # Errors
-    /// There is no checkpoint, or it is of another model: all ranks have the error, and nothing has
+    /// There is no checkpoint, the folder of a rank has another one, or it is of another model: all ranks have the error, and nothing has
     /// changed. If a file is damaged or a rank fails, the run has ended on all ranks.
     pub fn resume(&mut self, folder: impl AsRef<Path>) -> Result<(), FrameworkError> {
         self.core.check()?;
@@ -164,8 +165,8 @@ impl<D: Device> Zero<D> {
         self.core.or_fail(loaded)
     }
 
-    /// Sets the framework's part of the next checkpoints, such as the position in the data. Rank 0's
-    /// is saved.
+    /// Sets the framework's part of the next checkpoints, such as the position in the data: the same
+    /// on all ranks.
     pub fn set_state(&mut self, state: serde_json::Value) {
         self.core.state = state;
     }

@@ -1,6 +1,7 @@
 //! The facade for frameworks: its numbers at all stages, and what misuse does.
 #![cfg(unix)]
 
+mod differences;
 mod misuse;
 #[cfg(feature = "cuda")]
 mod on_cuda;
@@ -550,35 +551,6 @@ fn gathered_parameters_are_bounded() {
     }
 }
 
-/// Ranks that differ do not start, and all of them name the difference.
-#[test]
-fn ranks_must_agree() {
-    use zero_comm::Communicator;
-    type Change = fn(Builder<Host>) -> Builder<Host>;
-    let changes: [(Change, &str); 6] = [
-        (|b| b.stage(ZeroStage::Three), "stage is 3 on rank 1 and 2"),
-        (|b| b.micro_batches(2), "micro_batches"),
-        (|b| b.unit("g", [("w", [2])]), "shape of g.w"),
-        (
-            |b| b.adamw(config().lr(0.1)),
-            "lr is 0.1 on rank 1 and 0.05",
-        ),
-        (|b| b.bucket_elems(5), "buckets"),
-        (|b| b.unit("a", [("w", [2])]), "rank 1: "),
-    ];
-    for (change, expected) in changes {
-        let run = |comm: ThreadsComm| {
-            let is_other = comm.rank() == 1;
-            let zero = builder(comm, ZeroStage::Two);
-            let zero = if is_other { change(zero) } else { zero };
-            zero.build(init).map(drop).unwrap_err().to_string()
-        };
-        let errors = on_ranks(2, run);
-        assert!(errors[0].contains(expected), "{}", errors[0]);
-        assert_eq!(errors[0], errors[1]);
-    }
-}
-
 /// Errors of settings, each with its reason.
 #[test]
 fn bad_settings_are_refused() {
@@ -604,38 +576,6 @@ fn bad_settings_are_refused() {
     };
     let error = on_ranks(1, none).remove(0).unwrap_err().to_string();
     assert!(error.contains("no parameters"), "{error}");
-}
-
-/// Differences of one rank that no collective shows: learning rates that are set, and
-/// initial values.
-#[test]
-fn silent_differences_are_found() {
-    use zero_comm::Communicator;
-    for stage in ZeroStage::ALL {
-        let run = |comm: ThreadsComm| -> Result<(), Error> {
-            let place = (comm.rank(), comm.world_size());
-            let mut zero = builder(comm, stage).build(init)?;
-            zero.set_lr(if place.0 == 1 { 0.02 } else { 0.01 })?;
-            step(&mut zero, place, 1).map(drop)
-        };
-        for rank in on_ranks(3, run) {
-            let error = rank.unwrap_err().to_string();
-            assert!(error.contains("different learning rates"), "{error}");
-        }
-        let run = |comm: ThreadsComm| -> Result<(), Error> {
-            let seed = if comm.rank() == 1 { 0.1 } else { 0.2 };
-            let of_rank = |name: &str, _: &[u64], values: &mut [f32]| {
-                values.fill(if name == "c.w" { seed } else { 0.0 });
-            };
-            Ok(builder(comm, stage).build(of_rank).map(drop)?)
-        };
-        for rank in on_ranks(3, run) {
-            let error = rank.unwrap_err().to_string();
-            let named =
-                "rank 1 has other settings than rank 0: hash of the initial values of c.w is";
-            assert!(error.starts_with(named), "{error}");
-        }
-    }
 }
 
 /// The framework's errors leave the step as it was, reach the caller, and are the reason where the

@@ -173,6 +173,7 @@ impl Rank {
         let groups = ParamGroups {
             rules: rules.to_vec(),
             runs,
+            ..ParamGroups::default()
         };
 
         let config = config.clone();

@@ -10,7 +10,8 @@ use zero_kernels::AdamHyper;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
     Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling, LrSchedule,
-    OptimError, OptimizerConfig, ParamGroups, RankStats, Segment, ShardedAdamW, StateKind,
+    OffloadOptions, OptimError, OptimizerConfig, ParamGroups, RankStats, Segment, ShardedAdamW,
+    StateKind,
 };
 
 use crate::common::{Holding, LIMIT, Random, Rank, World};
@@ -173,7 +174,11 @@ fn readers_of_gradients_are_ordered_around_the_statistics() {
         ];
         let config = OptimizerConfig::default();
         let segments = vec![Segment::shard("unit", 0..8)];
-        let groups = ParamGroups { rules, runs };
+        let groups = ParamGroups {
+            rules,
+            runs,
+            ..ParamGroups::default()
+        };
         let mut optim = ShardedAdamW::builder(&pool, kernels, &compute)
             .config(config)
             .groups(&groups)
@@ -476,4 +481,66 @@ fn groups_match_pytorch() {
             }
         }
     }
+}
+
+/// What ranks compare: the format and home of the state, the rules of groups, and who has which.
+#[test]
+fn settings_name_formats_and_groups() {
+    let differing = |offload: Option<OffloadOptions>, frozen: bool, group: usize| {
+        let device = HostDevice::new();
+        let stream = device.create_stream("compute").unwrap();
+        let pool = Pool::new(device, usize::MAX);
+        let kernels = Arc::new(HostKernels::new(1).unwrap());
+        let other = GroupRules::default().trainable(!frozen);
+        let groups = ParamGroups::new(vec![GroupRules::default(), other], [(0..4, 0)])
+            .assigned([("u.w".to_owned(), group)]);
+
+        let builder = ShardedAdamW::builder(&pool, kernels, &stream)
+            .param_dtype(DType::Bf16)
+            .groups(&groups);
+        let builder = match offload {
+            Some(options) => builder.offload(options),
+            None => builder,
+        };
+        let optim = builder.build(vec![Segment::shard("u", 0..4)]).unwrap();
+        optim.settings()
+    };
+
+    let own = differing(None, false, 0);
+    let difference = |other: zero_optim::RankSettings| -> Vec<(String, String)> {
+        let pairs = own.iter().zip(other.iter());
+        let pairs = pairs.filter(|(own, other)| own != other);
+        pairs
+            .map(|(_, (name, value))| (name.to_owned(), value.to_owned()))
+            .collect()
+    };
+    let named = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+
+    let home = named("home of the state", "host memory");
+    let in_memory = OffloadOptions::default();
+    assert_eq!(difference(differing(None, false, 0)), []);
+    assert_eq!(
+        difference(differing(Some(in_memory.clone()), false, 0)),
+        [home.clone()]
+    );
+    assert_eq!(
+        difference(differing(
+            Some(in_memory.clone().bf16_moments(true)),
+            false,
+            0
+        )),
+        [named("moments", "bf16"), home.clone()]
+    );
+    assert_eq!(
+        difference(differing(Some(in_memory.remainder(true)), false, 0)),
+        [named("masters", "Remainders"), home]
+    );
+    assert_eq!(
+        difference(differing(None, false, 1)),
+        [named("group of u.w", "1")]
+    );
+    // A group without elements on this rank may have some on others.
+    let rules = difference(differing(None, true, 0));
+    assert_eq!(rules.len(), 1);
+    assert_eq!(rules[0].0, "rules of groups");
 }
