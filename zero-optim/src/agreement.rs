@@ -56,6 +56,12 @@ impl RankSettings {
             .map(|(_, value)| value)
     }
 
+    /// A hash of all names and values.
+    #[cfg(feature = "framework")]
+    pub(crate) fn fingerprint(&self) -> u64 {
+        hash(&self.encode())
+    }
+
     /// Each text as its length in 8 bytes and its bytes.
     fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::new();

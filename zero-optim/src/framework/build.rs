@@ -17,7 +17,7 @@ use crate::{
 };
 
 use super::FrameworkError;
-use super::calls::Call;
+use super::calls::{Call, Uses};
 use super::core::{Core, UnitParams, kept};
 use super::gradients::Gradients;
 use super::rank::Rank;
@@ -260,9 +260,11 @@ impl<D: Device> Builder<D> {
             options,
         )?;
         let trained = |unit, param| groups.rules_of(ParamId { unit, param }).trainable;
-        let gradients = Gradients::new(&rank, &layout, (stage, micro_batches), buckets, trained)?;
-
         settings.push("prefetch", format!("{prefetch:?}"));
+        let uses = Uses::new(&settings);
+        let passes = (stage, micro_batches);
+        let gradients = Gradients::new(&rank, &layout, passes, buckets, uses, trained)?;
+
         let prefetcher = stage.shards_params().then(|| {
             Prefetcher::new(
                 rank.pool.clone(),

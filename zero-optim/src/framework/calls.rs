@@ -162,6 +162,7 @@ pub(super) struct EndOfStep {
     pub(super) weight: f64,
     /// What all ranks have in common.
     is_weighted: u64,
+    run: u64,
     order: u64,
     lr: u64,
 }
@@ -176,6 +177,7 @@ impl EndOfStep {
             stats,
             weight,
             is_weighted,
+            run: uses.run,
             order: uses.hash,
             lr: lr.to_bits(),
         }
@@ -205,10 +207,12 @@ impl EndOfStep {
                 stats: _,
                 weight: _,
                 is_weighted,
+                run,
                 order,
                 lr,
             } = *other;
-            (is_weighted, order, lr) == (first.is_weighted, first.order, first.lr)
+            let of_first = (first.is_weighted, first.run, first.order, first.lr);
+            (is_weighted, run, order, lr) == of_first
         })
     }
 }
@@ -222,14 +226,24 @@ pub(super) struct Use {
 
 /// The gathers and reductions of units, in order: two ranks that use units of equal lengths in
 /// different orders have no other sign of it.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Uses {
+    /// The fingerprint of the run's settings: ranks may have several runs on one communicator.
+    run: u64,
     of_step: Vec<Use>,
     /// A hash of all, also those of earlier steps: some steps end without an exchange.
     hash: u64,
 }
 
 impl Uses {
+    pub(super) fn new(run: &RankSettings) -> Self {
+        Self {
+            run: run.fingerprint(),
+            of_step: Vec::new(),
+            hash: 0,
+        }
+    }
+
     pub(super) fn begin_step(&mut self) {
         self.of_step.clear();
     }
@@ -243,6 +257,7 @@ impl Uses {
 
     /// Adds what all ranks have in common, also if some had steps without uses since.
     pub(super) fn push_to(&self, settings: &mut RankSettings) {
+        settings.push("the hash of the run's settings", self.run);
         settings.push("the order of gathers and reductions so far", self.hash);
     }
 }

@@ -67,6 +67,7 @@ impl<D: Device> Gradients<D> {
         layout: &Layout,
         (stage, micro_batches): (ZeroStage, usize),
         buckets: Buckets<D>,
+        uses: Uses,
         trained: impl Fn(usize, usize) -> bool,
     ) -> Result<Self, FrameworkError> {
         let mut memory = Vec::new();
@@ -105,7 +106,7 @@ impl<D: Device> Gradients<D> {
             units,
             buckets,
             failure: None,
-            uses: Uses::default(),
+            uses,
             packed: VecDeque::new(),
             unpacked: Vec::new(),
             _memory: memory,

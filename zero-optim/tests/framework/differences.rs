@@ -460,6 +460,34 @@ fn losses_are_means_or_sums() {
     }
 }
 
+/// Two runs on one communicator, which differ in their initial values only, and which one rank
+/// steps in another order.
+#[test]
+fn runs_on_one_communicator_do_not_mix() {
+    let run = |comm: ThreadsComm| -> Result<(), Error> {
+        let rank = comm.rank();
+        let comm: Arc<dyn Communicator<Host>> = Arc::new(comm);
+        let made = |value: f32| -> Result<Zero<Host>, FrameworkError> {
+            let pool = Pool::new(Host::new(), usize::MAX);
+            let kernels = Arc::new(HostKernels::new(1)?);
+            let rank = Rank::new(Arc::clone(&comm), pool, kernels)?.limit(LIMIT);
+            with_units(Zero::builder(rank)).build(|_, _, values| values.fill(value))
+        };
+        let mut runs = [made(0.5)?, made(0.25)?];
+        for run in &mut runs {
+            plain_step(run, 1, (false, None))?;
+        }
+        Ok(plain_step(&mut runs[rank], 1, (false, None))?)
+    };
+    for result in on_ranks(2, run) {
+        let error = result.unwrap_err().to_string();
+        assert!(
+            error.contains("the hash of the run's settings is "),
+            "{error}"
+        );
+    }
+}
+
 /// A full name is not another parameter's short name; a unit in which it is one is refused.
 #[test]
 fn full_names_come_first() {

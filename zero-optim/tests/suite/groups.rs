@@ -517,11 +517,12 @@ fn settings_name_formats_and_groups() {
     let named = |name: &str, value: &str| (name.to_owned(), value.to_owned());
 
     let home = named("home of the state", "host memory");
+    let only_home = std::slice::from_ref(&home);
     let in_memory = OffloadOptions::default();
     assert_eq!(difference(differing(None, false, 0)), []);
     assert_eq!(
         difference(differing(Some(in_memory.clone()), false, 0)),
-        [home.clone()]
+        only_home
     );
     assert_eq!(
         difference(differing(
