@@ -45,6 +45,7 @@ pub(crate) mod examples;
 mod folder;
 mod order;
 mod outputs;
+pub(crate) mod place;
 mod token_cache;
 mod tokenize;
 mod tokens;
@@ -71,6 +72,7 @@ pub(crate) use tokenize::{TextTokenizer, check_tokenizer};
 use corpus::{Corpus, TextFile};
 use folder::{Documents, Scope};
 use order::Order;
+use place::Place;
 use token_cache::Tokenized;
 use tokens::{TokenStats, Tokens};
 use zero_trainer::{Batch, BatchAt, ModelError, ValidationData};
@@ -268,7 +270,12 @@ impl Dataset {
                 path.display(),
                 HumanCount(tokens.len())
             );
-            return Ok(Opened::new(tokens, Order::InOrder, path, text));
+            return Ok(Opened::new(
+                tokens,
+                Order::InOrder(Place::default()),
+                path,
+                text,
+            ));
         }
 
         let tokenizer = source
@@ -299,6 +306,13 @@ impl Dataset {
         let tokens = Tokens::Bytes(content);
         let description = describe_text(path, "text", bytes, &tokens);
         Ok(Opened::new(tokens, Order::Random, path, description))
+    }
+
+    /// Begins the run's steps at `from`. Random windows have no place.
+    pub(crate) fn begin_at(&mut self, from: Place) {
+        if let Order::InOrder(place) = &mut self.order {
+            *place = from;
+        }
     }
 
     /// The files left out of the data, one line each; empty unless the data is a folder that the

@@ -6,12 +6,14 @@
 use zero_models::random::Counter;
 use zero_trainer::BatchAt;
 
+use super::place::Place;
+
 /// The order of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
     /// Consecutive windows: row `b` of micro-batch `j` of step `s` starts at token
-    /// `((s*A + j)*B*N + b)*T`, modulo the number of whole windows.
-    InOrder,
+    /// `((s*A + j)*B*N + b)*T`, modulo the number of whole windows, if the run began at step 0.
+    InOrder(Place),
     /// Windows at random positions, drawn by (seed, step, micro-batch, row).
     Random,
 }
@@ -35,12 +37,14 @@ impl Order {
         let row = u128::from(at.rank) * at.micro_batch as u128 + row as u128;
 
         match self {
-            Self::InOrder => {
+            Self::InOrder(from) => {
                 let windows = u128::from((starts - 1) / seq_len + 1);
-                let micro_batch = u128::from(at.step) * u128::from(at.grad_accum)
+                let steps = at.step.saturating_sub(from.step);
+                let micro_batch = u128::from(steps) * u128::from(at.grad_accum)
                     + u128::from(at.micro_batch_index);
                 // Reduced after each operation, because the whole product could exceed 128 bits.
                 let first = (micro_batch % windows) * (rows % windows) % windows;
+                let first = first + u128::from(from.rows) % windows;
                 Some(((first + row % windows) % windows) as u64 * seq_len)
             }
             Self::Random => {
@@ -56,6 +60,8 @@ impl Order {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    const IN_ORDER: Order = Order::InOrder(Place { step: 0, rows: 0 });
 
     const AT: BatchAt = BatchAt {
         step: 0,
@@ -81,7 +87,7 @@ mod tests {
                             rank,
                             ..AT
                         };
-                        assert_eq!(Order::InOrder.start(&at, row, 10_000), Some(expected));
+                        assert_eq!(IN_ORDER.start(&at, row, 10_000), Some(expected));
                         expected += 32;
                     }
                 }
@@ -102,7 +108,7 @@ mod tests {
                     micro_batch: 1,
                     ..AT
                 })
-                .map(|at| Order::InOrder.start(&at, 0, len).unwrap())
+                .map(|at| IN_ORDER.start(&at, 0, len).unwrap())
                 .collect()
         };
         assert_eq!(starts(97), [0, 32, 64, 0]);
@@ -112,7 +118,7 @@ mod tests {
 
     #[test]
     fn invalid_positions_have_no_start() {
-        for order in [Order::InOrder, Order::Random] {
+        for order in [IN_ORDER, Order::Random] {
             assert_eq!(order.start(&AT, 0, 33), Some(0));
             for len in [0, 1, 31, 32] {
                 assert_eq!(order.start(&AT, 0, len), None, "{len} tokens");
@@ -164,7 +170,19 @@ mod tests {
             let t = seq_len as u64;
             let windows = (0..).take_while(|w| w * t + t < len).count() as u64;
             let plain = (windows > 0).then(|| ((step * 4 + j) * 32 + rank * 8 + row as u64) % windows * t);
-            prop_assert_eq!(Order::InOrder.start(&at, row, len), plain);
+            prop_assert_eq!(IN_ORDER.start(&at, row, len), plain);
+        }
+
+        /// Another size of a step from step 5 on: the next window follows.
+        #[test]
+        fn in_order_goes_on_from_a_place(before in 1_u64..9, after in 1_usize..9, len in 20_u64..2000) {
+            let alone = BatchAt { grad_accum: 1, world_size: 1, seq_len: 8, ..AT };
+            let last = BatchAt { step: 4, micro_batch: before as usize, ..alone };
+            let last = IN_ORDER.start(&last, before as usize - 1, len);
+            let order = Order::InOrder(Place { step: 5, rows: 5 * before });
+            let next = order.start(&BatchAt { step: 5, micro_batch: after, ..alone }, 0, len);
+            let windows = (len - 1) / 8;
+            prop_assert_eq!(next, last.map(|last| (last / 8 + 1) % windows * 8));
         }
 
         #[test]
@@ -173,7 +191,7 @@ mod tests {
             seq_len in 1usize..1000, len: u64, seed: u64,
         ) {
             let at = BatchAt { step, micro_batch_index: j, grad_accum, rank, world_size, micro_batch, seq_len, seed };
-            for order in [Order::InOrder, Order::Random] {
+            for order in [IN_ORDER, Order::Random] {
                 if let Some(start) = order.start(&at, row, len) {
                     prop_assert!(start + (seq_len as u64) < len, "its last target is a token");
                 }
@@ -182,7 +200,7 @@ mod tests {
 
         #[test]
         fn rows_do_not_depend_on_world_size(step in 0u64..1000, row in 0usize..8, seed: u64) {
-            for order in [Order::InOrder, Order::Random] {
+            for order in [IN_ORDER, Order::Random] {
                 let start = |world_size: u64| {
                     let micro_batch = 8 / world_size as usize;
                     let rank = (row / micro_batch) as u64;

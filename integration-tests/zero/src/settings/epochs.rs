@@ -7,6 +7,7 @@ use super::resolve::RunSources;
 use super::row::{Row, Setting};
 use crate::data::TrainingData;
 use crate::data::examples::{EncoderSource, RowOptions};
+use crate::data::place::{Pace, Place};
 use crate::error::CliError;
 use crate::files::absolute;
 
@@ -31,6 +32,7 @@ pub(crate) const ROWS: &[Row] = &[
         .not_reported(),
     Row::new("data.rows.now", "").not_compared().not_reported(),
     Row::new("data.rows", "--data"),
+    Row::new("data.place", "--resume").not_reported(),
 ];
 
 /// The default of the Trainer of transformers.
@@ -65,15 +67,87 @@ pub(crate) fn row_options(
     }
 }
 
-/// The epochs of the run, and its steps, of `rows_of_step` rows each; `None` if the steps are set
-/// otherwise.
+/// How a run goes through its data.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Course {
+    pub(crate) pace: Pace,
+    /// Where its steps begin.
+    pub(crate) from: Place,
+    /// The course of the run that is resumed, if it is another one.
+    earlier: Option<(Pace, Place)>,
+}
+
+impl Course {
+    /// The course of a run with steps of `rows_of_step` rows of `seq_len` tokens: that of the run
+    /// that it resumes if both have equal sizes, else one that begins at the resumed step.
+    pub(crate) fn new(
+        from: &RunSources<'_>,
+        data: &TrainingData,
+        rows_of_step: u64,
+        seq_len: usize,
+    ) -> Self {
+        let pace = data.pace(rows_of_step);
+        let course = |from, earlier| Self {
+            pace,
+            from,
+            earlier,
+        };
+        let (Some(run), Some(saved)) = (from.recorded, from.saved) else {
+            return course(Place::default(), None);
+        };
+
+        let count = run.data.rows.as_ref().map(|rows| rows.count);
+        let earlier = Pace::new(run.batch.rows_of_step(), count);
+        let place = run.data.place;
+        let has_same_rows = count.is_some() || run.batch.seq_len == seq_len;
+        if earlier == pace && has_same_rows {
+            return course(place, None);
+        }
+        let mut rows = earlier.rows_before(place, saved.step);
+        if !has_same_rows {
+            let tokens = u128::from(rows) * run.batch.seq_len as u128;
+            rows = (tokens / seq_len.max(1) as u128) as u64;
+        }
+        let from = Place {
+            step: saved.step,
+            rows: pace.as_far_as(earlier, rows),
+        };
+        course(from, Some((earlier, place)))
+    }
+
+    /// The last step of a run that ends where that of `steps` steps of the resumed run does.
+    fn last_step(&self, steps: u64) -> u64 {
+        match self.earlier {
+            None => steps,
+            Some((earlier, place)) => {
+                let end = earlier.rows_before(place, steps);
+                let end = self.pace.as_far_as(earlier, end);
+                self.pace.step_behind(self.from, end)
+            }
+        }
+    }
+
+    /// A note about a course that changes, of a run that ends after `steps`.
+    pub(crate) fn notice(&self, steps: u64) -> Option<String> {
+        let (earlier, _) = self.earlier?;
+        Some(format!(
+            "a step has {} rows, the checkpoint's had {}: the data goes on behind the {} rows that were trained, and the run ends at \
+             step {steps}; schedules, evaluations and saves go on counting steps",
+            self.pace.rows_of_step(),
+            earlier.rows_of_step(),
+            self.from.rows,
+        ))
+    }
+}
+
+/// The epochs of the run, and its last step; `None` if the steps are set otherwise.
 ///
 /// # Errors
 /// A number of epochs that no run can have.
 pub(crate) fn steps(
     from: &RunSources<'_>,
     data: &TrainingData,
-    rows_of_step: u64,
+    course: &Course,
 ) -> Result<Option<(f64, u64)>, CliError> {
     let usage = |text: String| Err(CliError::Usage(text));
     let sources = from.without_sizes().part(|run| &run.data);
@@ -88,16 +162,20 @@ pub(crate) fn steps(
         (None, None) if from.recorded.is_none() && data.is_examples() => Some(DEFAULT_EPOCHS),
         (None, _) => sources.value(&EPOCHS),
     };
-    let Some((epochs, of_epoch)) = epochs.zip(data.epoch_steps(rows_of_step)) else {
+    let Some((epochs, of_epoch)) = epochs.zip(course.pace.steps_of_epoch()) else {
         return Ok(None);
     };
+    if let (None, Some(run)) = (from.args.epochs, from.recorded) {
+        return Ok(Some((epochs, course.last_step(run.steps))));
+    }
     let steps = (epochs * of_epoch as f64).ceil();
     if !(epochs > 0.0 && steps < 1e15) {
         return usage(format!(
             "--epochs {epochs}: expected a number above 0, such as 3 or 0.5"
         ));
     }
-    Ok(Some((epochs, steps as u64)))
+    let end = course.pace.rows_before(Place::default(), steps as u64);
+    Ok(Some((epochs, course.pace.step_behind(course.from, end))))
 }
 
 /// The record of rows by epochs.

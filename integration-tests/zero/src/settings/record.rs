@@ -19,6 +19,7 @@ use super::row::Row;
 use super::samples::SampleRecord;
 use super::saving::SavingRecord;
 use super::validation::ValidationRecord;
+use crate::data::place::Place;
 use crate::flags::DTypeFlag;
 
 /// The name of the document.
@@ -138,6 +139,9 @@ pub(crate) struct DataRecord {
     /// Rows by epochs; `None` for a stream of tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) rows: Option<RowsRecord>,
+    /// Where steps of the run's size begin in the data.
+    #[serde(default, skip_serializing_if = "Place::is_start")]
+    pub(crate) place: Place,
 }
 
 /// The training data.

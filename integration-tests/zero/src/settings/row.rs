@@ -119,10 +119,12 @@ impl<T, Part> Setting<T, Part> {
     }
 }
 
-/// The stage and the type of parameters of a checkpoint, which older versions saved without
-/// `run.json`.
+/// The step, the stage and the type of parameters of a checkpoint, which older versions saved
+/// without `run.json`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Saved {
+    /// The completed steps.
+    pub(crate) step: u64,
     pub(crate) stage: u64,
     pub(crate) dtype: Option<DType>,
 }

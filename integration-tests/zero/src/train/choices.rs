@@ -12,6 +12,7 @@ use zero_trainer::SHARD_ALIGN_ELEMS;
 
 use super::resume::Resumed;
 use crate::data::examples::RowOptions;
+use crate::data::place::Place;
 use crate::data::{
     DataSource, FolderFiles, TrainingData, check_tokenizer, default_token_cache, is_token_file,
     tokenizer_checksum,
@@ -173,7 +174,7 @@ impl ChosenData {
         })
     }
 
-    pub(crate) fn record(&self, epochs: Option<f64>) -> DataRecord {
+    pub(crate) fn record(&self, epochs: Option<f64>, place: Place) -> DataRecord {
         let source = &self.source;
         DataRecord {
             path: absolute(source.path.as_deref().unwrap_or(Path::new("."))),
@@ -183,6 +184,7 @@ impl ChosenData {
             tokens: self.training.len_tokens(),
             epochs,
             rows: epochs::record(&self.training, &self.rows),
+            place,
         }
     }
 

@@ -127,7 +127,12 @@ fn step(lines: &mut Lines, setup: &RunSetup) {
     let first = setup.first_step + 1;
     if first <= record.steps {
         let steps = (record.steps - setup.first_step) as f64;
-        let epochs = match setup.workload.data.epoch_steps(batch.rows_of_step()) {
+        let epochs = match setup
+            .workload
+            .data
+            .pace(batch.rows_of_step())
+            .steps_of_epoch()
+        {
             Some(of_epoch) => steps / of_epoch as f64,
             None => steps * batch.step_tokens as f64 / record.data.tokens.max(1) as f64,
         };

@@ -14,6 +14,7 @@ use super::launched::node_ranks;
 use super::resume::Resumed;
 use super::save_folder;
 use crate::config::{Batch, DsConfig};
+use crate::data::place::Place;
 use crate::error::CliError;
 use crate::files::absolute;
 use crate::flags::check_seq_len;
@@ -27,6 +28,7 @@ use crate::settings::args::TrainArgs;
 use crate::settings::batch::{self, BatchRecord};
 use crate::settings::collectives::{self, COLLECTIVES, Route};
 use crate::settings::communication::CommunicationRecord;
+use crate::settings::epochs::{self, Course};
 use crate::settings::mesh::{MeshRecord, Shares};
 use crate::settings::offload::resolve_folders;
 use crate::settings::record::{FORMAT, PROGRAM, RunRecord, new_run_id};
@@ -37,7 +39,7 @@ use crate::settings::row::Conditions;
 use crate::settings::samples::{self, Samples};
 use crate::settings::saving::{CHECK_REPLICAS, SavingRecord, requests_replica_checks};
 use crate::settings::validation::{self, Rows, ValidationRecord};
-use crate::settings::{autos, epochs, unused_keys};
+use crate::settings::{autos, unused_keys};
 
 /// The GPU of a rank.
 #[derive(Clone, Debug)]
@@ -56,6 +58,8 @@ pub(crate) struct Parts<'a> {
     pub(crate) data: ChosenData,
     /// The epochs that decide the last step.
     epochs: Option<f64>,
+    /// Where its steps begin in the data.
+    place: Place,
     pub(crate) settings: Settings,
     /// The route of collectives over all ranks.
     pub(crate) route: Route,
@@ -87,13 +91,17 @@ impl<'a> Parts<'a> {
         let batches = ranks / shares.ranks_of_batch();
         let model = ChosenModel::find(args, resumed, ranks, shares.tensor, notices)?;
         let sizes = Sizes::new(&from, &model, batches)?;
-        let data = ChosenData::open(&from, &model, sizes.seq_len, notices)?;
+        let mut data = ChosenData::open(&from, &model, sizes.seq_len, notices)?;
         sizes.check_data(args, &model, &data)?;
-        let epochs = epochs::steps(&from, &data.training, sizes.batch.train_batch_size)?;
+        let rows_of_step = sizes.batch.train_batch_size;
+        let course = Course::new(&from, &data.training, rows_of_step, sizes.seq_len);
+        data.training.begin_at(course.from);
+        let epochs = epochs::steps(&from, &data.training, &course)?;
         let from = RunSources {
             epoch_steps: epochs.map(|(_, steps)| steps),
             ..from
         };
+        notices.extend(course.notice(from.steps()));
         let mut settings = run_settings(&from, resumed, &model, &run, notices)?;
         settings.grad_accum_steps = sizes.grad_accum();
         let requested = from.without_sizes().part(|run| &run.mesh);
@@ -135,6 +143,7 @@ impl<'a> Parts<'a> {
             model,
             data,
             epochs: epochs.map(|(epochs, _)| epochs),
+            place: course.from,
             settings,
             route,
             sizes,
@@ -158,7 +167,7 @@ impl<'a> Parts<'a> {
             resumed_runs,
             program: PROGRAM.to_owned(),
             model: self.model.record(self.from.recorded, self.from.seed()),
-            data: self.data.record(self.epochs),
+            data: self.data.record(self.epochs, self.place),
             optimizer: self.settings.optimizer.clone(),
             param_groups: self.settings.groups.clone(),
             dtype: recorded_dtype(self.settings.dtype)?,

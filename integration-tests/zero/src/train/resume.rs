@@ -400,6 +400,7 @@ impl Resumed {
     pub(crate) fn saved(&self) -> Saved {
         let manifest = self.reader.manifest();
         Saved {
+            step: self.state.step,
             stage: manifest.stage.into(),
             dtype: DTypeFlag::from_name(&manifest.dtype).map(DType::from),
         }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Output;
 
 use integration_tests::LLAMA;
 use serde_json::Value;
@@ -20,6 +21,12 @@ fn expected() -> Value {
 
 /// Trains as the oracle, with the flags `more`; returns the losses.
 fn train(dir: &Path, more: &[&str]) -> Vec<f64> {
+    succeeds(&run_train(dir, more));
+    let losses = losses(&dir.join("m.jsonl"));
+    losses.iter().map(|loss| loss.as_f64().unwrap()).collect()
+}
+
+fn run_train(dir: &Path, more: &[&str]) -> Output {
     let model = LLAMA.data("model").display().to_string();
     let (data, tokenizer) = (oracle("examples.jsonl"), oracle("tokenizer"));
     let args = [
@@ -45,10 +52,7 @@ fn train(dir: &Path, more: &[&str]) -> Vec<f64> {
         "--report",
         "report",
     ];
-    let output = zero(dir, &[&args[..], more].concat());
-    succeeds(&output);
-    let losses = losses(&dir.join("m.jsonl"));
-    losses.iter().map(|loss| loss.as_f64().unwrap()).collect()
+    zero(dir, &[&args[..], more].concat())
 }
 
 /// The ranks, micro-batches and rows of a micro-batch that are 8 rows a step.
@@ -109,6 +113,40 @@ fn resume_goes_on_within_an_epoch() {
     assert_eq!(got.len(), expected.len());
     for (got, expected) in got.iter().zip(&expected) {
         assert!((got - expected).abs() < 1e-5, "{got}, {expected}");
+    }
+}
+
+/// With steps of another size a run goes on behind the rows that it has trained, ends after the same
+/// epochs, and is then finished at any size of a step.
+#[test]
+fn resume_with_other_steps_keeps_the_place() {
+    let dir = temp();
+    let rows = fs::read_to_string(oracle("examples.jsonl")).unwrap();
+    let rows = rows.lines().count() - 1; // one is left out
+    let first = ["--steps", "2", "--checkpoint", "c"];
+    train(dir.path(), &[&first[..], &shape(SHAPES[1])].concat());
+
+    let rest = ["--resume", "c", "--epochs", "2", "--checkpoint", "c"];
+    let resumed = run_train(dir.path(), &[&rest[..], &shape(["1", "1", "3"])].concat());
+    succeeds(&resumed);
+    let steps = 2 + (rows - 16).div_ceil(3) + rows.div_ceil(3);
+    let notice = format!(
+        "a step has 3 rows, the checkpoint's had 8: the data goes on behind the 16 rows that were trained, and the run ends at \
+         step {steps};"
+    );
+    let text = String::from_utf8_lossy(&resumed.stdout);
+    assert!(text.contains(&notice), "{text}");
+    assert_eq!(losses(&dir.path().join("m.jsonl")).len(), steps);
+
+    for shape in [["1", "1", "3"], ["2", "1", "1"], ["1", "2", "5"]] {
+        let rest = ["--resume", "c", "--checkpoint", "c"];
+        let finished = run_train(dir.path(), &[&rest[..], &self::shape(shape)].concat());
+        succeeds(&finished);
+        assert_eq!(
+            losses(&dir.path().join("m.jsonl")).len(),
+            steps,
+            "{shape:?}"
+        );
     }
 }
 

@@ -11,6 +11,8 @@ use parking_lot::Mutex;
 use zero_models::random::Counter;
 use zero_trainer::BatchAt;
 
+use crate::data::place::{Pace, Place};
+
 /// Orders that are kept: ranks may be in two epochs at once.
 const KEPT: usize = 2;
 
@@ -20,6 +22,8 @@ type Order = (u64, u64, Arc<[u32]>);
 /// The orders of the epochs of `rows` rows.
 pub(crate) struct Epochs {
     rows: u64,
+    /// The place at which the run's steps begin.
+    from: Place,
     orders: Mutex<Vec<Order>>,
 }
 
@@ -52,23 +56,23 @@ impl Epochs {
     pub(crate) fn new(rows: u64) -> Self {
         Self {
             rows,
+            from: Place::default(),
             orders: Mutex::default(),
         }
     }
 
-    /// Steps of an epoch.
-    pub(crate) fn steps(&self, rows_of_step: u64) -> u64 {
-        self.rows.div_ceil(rows_of_step.max(1)).max(1)
+    pub(crate) fn begin_at(&mut self, from: Place) {
+        self.from = from;
     }
 
     /// The rows of step `at.step`.
     pub(crate) fn step(&self, at: &BatchAt) -> StepRows {
         let count = rows_of_step(at);
-        let steps = self.steps(count);
-        let (epoch, step) = (at.step / steps, at.step % steps);
+        let before = Pace::new(count, Some(self.rows)).rows_before(self.from, at.step);
+        let rows = self.rows.max(1);
         StepRows {
-            order: self.order(at.seed, epoch),
-            first: (step * count) as usize,
+            order: self.order(at.seed, before / rows),
+            first: (before % rows) as usize,
             count: count as usize,
         }
     }
@@ -107,6 +111,7 @@ pub(crate) fn place_in_step(at: &BatchAt, row: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::collection::vec;
     use proptest::prelude::*;
 
     const AT: BatchAt = BatchAt {
@@ -146,7 +151,7 @@ mod tests {
         ) {
             let at = BatchAt { world_size, grad_accum, micro_batch, seed, ..AT };
             let epochs = Epochs::new(count);
-            let steps = epochs.steps(rows_of_step(&at));
+            let steps = count.div_ceil(rows_of_step(&at));
             let mut all = Vec::new();
             for step in epoch * steps..(epoch + 1) * steps {
                 let of_step = rows(&epochs, BatchAt { step, ..at });
@@ -155,6 +160,38 @@ mod tests {
             }
             all.sort_unstable();
             prop_assert_eq!(all, (0..count as usize).collect::<Vec<_>>());
+        }
+
+        /// A run that is resumed with other sizes of a step trains each row once an epoch.
+        #[test]
+        fn each_row_is_once_in_an_epoch_of_resumed_runs(
+            count in 1_u64..60, epochs in 1_u64..4, seed: u64,
+            runs in vec((1_u64..4, 1_u64..4, 1_usize..4, 0_u64..12), 1..6),
+        ) {
+            let mut of_rows = Epochs::new(count);
+            let mut from = Place::default();
+            let mut step = 0;
+            let mut all = Vec::new();
+            let last = runs.len() - 1;
+            for (run, (world_size, grad_accum, micro_batch, steps)) in runs.into_iter().enumerate() {
+                let at = BatchAt { world_size, grad_accum, micro_batch, seed, ..AT };
+                let pace = Pace::new(rows_of_step(&at), Some(count));
+                of_rows.begin_at(from);
+                let end = pace.step_behind(from, epochs * count);
+                let stop = if run == last { end } else { end.min(step + steps) };
+                for step in step..stop {
+                    all.extend(rows(&of_rows, BatchAt { step, ..at }).into_iter().flatten());
+                }
+                step = stop;
+                from = Place { step, rows: pace.rows_before(from, step) };
+            }
+            prop_assert_eq!(from.rows, epochs * count);
+            for epoch in all.chunks(count as usize) {
+                let mut epoch = epoch.to_vec();
+                epoch.sort_unstable();
+                prop_assert_eq!(epoch, (0..count as usize).collect::<Vec<_>>());
+            }
+            prop_assert_eq!(all.len() as u64, epochs * count);
         }
 
         #[test]

@@ -158,7 +158,7 @@ fn divisor_is_the_mean_over_the_step() {
             data.notices()[0].contains("are longer than --seq-len 24")
                 || data.notices()[0].contains("is longer")
         );
-        for step in 0..2 * data.epoch_steps(12).unwrap() {
+        for step in 0..2 * data.pace(12).steps_of_epoch().unwrap() {
             let mut sum = 0.0;
             for (micro_batch_index, rank) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
                 let at = BatchAt {
@@ -193,7 +193,7 @@ fn plain_data_has_epochs() {
         ..RowOptions::default()
     };
     let data = TrainingData::open(&DataSource::at(&path), &options).unwrap();
-    assert_eq!(data.epoch_steps(4), Some(3));
+    assert_eq!(data.pace(4).steps_of_epoch(), Some(3));
     let mut first = Vec::new();
     for step in 0..3 {
         let at = BatchAt {

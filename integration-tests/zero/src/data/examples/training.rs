@@ -11,6 +11,7 @@ use super::epochs::{place_in_step, rows_of_step};
 use super::rows::pad;
 use super::source::files;
 use super::{EncoderSource, Epochs, ExampleRows, Examples};
+use crate::data::place::{Pace, Place};
 use crate::data::{DataError, DataSource, Dataset};
 use crate::output::counted;
 
@@ -234,11 +235,16 @@ impl TrainingData {
         })
     }
 
-    /// The steps of an epoch with `rows_of_step` rows a step, if there are epochs.
-    pub(crate) fn epoch_steps(&self, rows_of_step: u64) -> Option<u64> {
+    /// How steps of `rows_of_step` rows go through the data.
+    pub(crate) fn pace(&self, rows_of_step: u64) -> Pace {
+        Pace::new(rows_of_step, self.epoch().map(|(rows, _)| rows))
+    }
+
+    /// Begins the run's steps at `from`.
+    pub(crate) fn begin_at(&mut self, from: Place) {
         match self {
-            Self::Stream(_) => None,
-            Self::Rows(data) => Some(data.epochs.steps(rows_of_step)),
+            Self::Stream(data) => data.begin_at(from),
+            Self::Rows(data) => data.epochs.begin_at(from),
         }
     }
 
