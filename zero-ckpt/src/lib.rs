@@ -12,6 +12,7 @@ compile_error!(
 mod agree;
 mod error;
 mod exchange;
+pub mod files;
 pub mod format;
 mod io;
 mod job;

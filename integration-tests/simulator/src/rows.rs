@@ -1,8 +1,6 @@
 //! Measured steps in a CSV file.
 
-use std::fs;
 use std::io;
-use std::path::Path;
 
 use thiserror::Error;
 
@@ -145,18 +143,6 @@ impl Row {
 }
 
 impl Table {
-    /// Reads a file.
-    ///
-    /// # Errors
-    /// A file that cannot be read, and those of [`Table::parse`].
-    pub fn read(path: &Path) -> Result<Self, RowsError> {
-        let file = path.display().to_string();
-        match fs::read_to_string(path) {
-            Ok(text) => Self::parse(&text, &file),
-            Err(source) => Err(RowsError::Read { file, source }),
-        }
-    }
-
     /// Reads the text of `file`, which is only named in errors: a header, then a row a line. Columns
     /// may be in any order; others than those of [`Row`] are kept. Empty lines are skipped, and so
     /// is a column [`PREDICTED`] of an earlier run.

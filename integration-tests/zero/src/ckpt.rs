@@ -1,10 +1,13 @@
 //! `zero ckpt`: inspects and verifies checkpoints, assembles them of staged files, and converts
 //! them to and from Hugging Face folders.
 
+use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use indicatif::HumanCount;
+use zero_ckpt::files;
 use zero_ckpt::{
     Assembled, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, assemble,
     assemble_step, has_checkpoints, resolve, staged_saves,
@@ -16,6 +19,7 @@ use crate::output::{print_note, print_text};
 use crate::settings::record::{RUN_JSON, RunRecord};
 use zero_models::hf::HfFolder;
 use zero_models::hf::companions::COMPANIONS;
+use zero_models::hf::tokenizer_files::is_present;
 
 /// Inspect, verify, assemble, export or import checkpoints
 #[derive(Args, Debug)]
@@ -161,11 +165,16 @@ fn export_companions(reader: &Reader, out: &Path) -> Result<String, CliError> {
     let mut copied = Vec::new();
     for name in COMPANIONS {
         let named = [tokenizer.join(name), weights.join(name), tokenizer.clone()];
-        let of_name = |path: &&PathBuf| path.ends_with(name) && path.is_file();
-        let Some(from) = named.iter().find(of_name) else {
+        let mut from = None;
+        for path in named {
+            if path.ends_with(name) && is_present(&path).map_err(CliError::failure)? {
+                from = from.or(Some(path));
+            }
+        }
+        let Some(from) = from else {
             continue;
         };
-        std::fs::copy(from, out.join(name)).map_err(|e| {
+        copy(&from, &out.join(name)).map_err(|e| {
             let from = from.display();
             CliError::Failure(format!(
                 "the weights are in {}, but {from} could not be copied there: {e}",
@@ -179,6 +188,12 @@ fn export_companions(reader: &Reader, out: &Path) -> Result<String, CliError> {
         true => String::new(),
         false => format!(", with {}", copied.join(", ")),
     })
+}
+
+/// Copies a regular file.
+fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    let (mut from, _) = files::open(from)?;
+    io::copy(&mut from, &mut File::create(to)?).map(drop)
 }
 
 /// Opens the newest checkpoint in `path` or the best one, or the checkpoint `path`.

@@ -142,7 +142,7 @@ pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let mut generator = Generator::new(config, &read, options).map_err(CliError::failure)?;
 
     let mut text = Text::new(codec.decoder(), !args.json);
-    let ends = source.end_tokens();
+    let ends = source.end_tokens()?;
     let done = generate(
         &mut generator,
         &prompt,
@@ -227,8 +227,10 @@ impl Source {
 
     /// The tokenizer of the flag, of the folder, or of the run that saved the checkpoint.
     fn tokenizer(&self, args: &GenerateArgs) -> Result<Option<PathBuf>, CliError> {
-        let flag = args.tokenizer.clone();
-        let found = flag.or_else(|| self.folder.tokenizer());
+        let found = match &args.tokenizer {
+            Some(flag) => Some(flag.clone()),
+            None => self.folder.tokenizer().map_err(CliError::usage)?,
+        };
         let Some(recorded) = self
             .run
             .as_ref()
@@ -248,12 +250,13 @@ impl Source {
 
     /// The tokens that end a text: also those of the folder that the run started from, which may
     /// have more than its `config.json`.
-    fn end_tokens(&self) -> Vec<u32> {
-        let mut ends = self.folder.end_tokens();
+    fn end_tokens(&self) -> Result<Vec<u32>, CliError> {
+        let mut ends = self.folder.end_tokens().map_err(CliError::usage)?;
         if let Some(run) = &self.run {
-            ends.extend(companions::end_tokens_in(run.model.weights.as_ref()));
+            let of_run = companions::end_tokens_in(run.model.weights.as_ref());
+            ends.extend(of_run.map_err(CliError::usage)?);
         }
-        ends
+        Ok(ends)
     }
 }
 

@@ -88,10 +88,9 @@ fn open(args: &InspectArgs) -> Result<TrainingData, CliError> {
         .map(|name| find_model(name, &mut notices))
         .transpose()?;
     let folder = found.as_ref().and_then(|(_, folder)| folder.as_ref());
-    let tokenizer = args
-        .tokenizer
-        .clone()
-        .or_else(|| folder.and_then(HfFolder::tokenizer));
+    let own = folder.map_or(Ok(None), HfFolder::tokenizer);
+    let own = own.map_err(CliError::usage)?;
+    let tokenizer = args.tokenizer.clone().or(own);
     if let Some((tokenizer, (config, _))) = tokenizer.as_ref().zip(found.as_ref()) {
         let checked = check_tokenizer(tokenizer, folder.map(HfFolder::path), config.vocab_size());
         notices.extend(checked.map_err(CliError::usage)?);

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use zero::launcher::Report;
-use zero::{CliError, ckpt, generate, inspect, measure, plan, train, tune};
+use zero::{CliError, ckpt, data, generate, inspect, measure, plan, train, tune};
 
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;
@@ -37,6 +37,9 @@ enum Command {
     Data(Box<inspect::DataArgs>),
     /// Continue a text with a model
     Generate(Box<generate::GenerateArgs>),
+    /// Render chat templates for the process that started this one
+    #[command(hide = true)]
+    RenderTemplates,
 }
 
 /// The command line. A negative number is joined with its flag, which then rejects it; it would be
@@ -104,6 +107,8 @@ fn main() -> ExitCode {
     // The run reports a panic as the error of its rank, in one line.
     std::panic::set_hook(Box::new(|panic| tracing::debug!("{panic}")));
 
+    data::render_apart();
+
     let result = std::panic::catch_unwind(|| match Cli::parse_from(arguments()).command {
         Command::Train(args) => train::run(&args),
         Command::Plan(args) => plan::run(&args),
@@ -112,6 +117,7 @@ fn main() -> ExitCode {
         Command::Ckpt(args) => ckpt::run(args),
         Command::Data(args) => inspect::run(&args),
         Command::Generate(args) => generate::run(&args),
+        Command::RenderTemplates => data::serve_templates(),
     });
 
     let error = match result {

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::format::header::{Header, TensorEntry};
 use crate::format::manifest::{MAX_MANIFEST_BYTES, short};
 use crate::io::dir::is_plain;
-use crate::{CkptError, StateDtype};
+use crate::{CkptError, StateDtype, files};
 
 /// Name of a file that holds all tensors.
 pub(crate) const SINGLE: &str = "model.safetensors";
@@ -56,14 +56,23 @@ impl TensorFolder {
     /// # Errors
     /// A file is missing or invalid, or the index names a file that does not hold its tensor.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, CkptError> {
-        let (path, single) = (path.as_ref(), path.as_ref().join(SINGLE));
+        let path = path.as_ref();
+        let single = path.join(SINGLE);
         let index = path.join(INDEX);
-        if path.is_file() || single.exists() || !index.exists() {
-            let path = if path.is_file() {
-                path.to_path_buf()
-            } else {
-                single
-            };
+        let is_folder = path.is_dir();
+        let has_index = is_folder && is_present(&index)?;
+        if has_index {
+            // Also one that is not needed: what is there must be readable.
+            files::open(&index).map_err(CkptError::io("open", &index))?;
+        }
+        let only = if !is_folder {
+            Some(path.to_path_buf())
+        } else if !has_index || is_present(&single)? {
+            Some(single)
+        } else {
+            None
+        };
+        if let Some(path) = only {
             let mut folder = Self {
                 path: path.clone(),
                 files: Vec::new(),
@@ -125,28 +134,22 @@ impl TensorFolder {
         };
 
         let io = |action| CkptError::io(action, &path);
-        let file = File::open(&path).map_err(io("open"))?;
-        let meta = file.metadata().map_err(io("examine"))?;
-        if !meta.is_file() {
-            return Err(bad("it is not a regular file".into()));
-        }
-        let mut first = [0; 8];
-
-        if meta.len() < 8 {
+        let (file, bytes) = files::open(&path).map_err(io("open"))?;
+        if bytes < 8 {
             return Err(bad(format!(
-                "it has {} bytes, the length field alone has 8",
-                meta.len()
+                "it has {bytes} bytes, the length field alone has 8"
             )));
         }
 
+        let mut first = [0; 8];
         file.read_exact_at(&mut first, 0).map_err(io("read"))?;
-        let mut json = vec![0; Header::json_bytes(first, meta.len()).map_err(bad)? as usize];
+        let mut json = vec![0; Header::json_bytes(first, bytes).map_err(bad)? as usize];
         file.read_exact_at(&mut json, 8).map_err(io("read"))?;
         let Header {
             tensors,
             data_start,
             ..
-        } = Header::parse(&json, meta.len()).map_err(bad)?;
+        } = Header::parse(&json, bytes).map_err(bad)?;
 
         let listed = tensors.into_iter().filter(|tensor| listed(&tensor.name));
         self.tensors
@@ -247,20 +250,77 @@ pub(crate) fn check_range(
     Ok(())
 }
 
+/// Whether there is an entry at `path`.
+fn is_present(path: &Path) -> Result<bool, CkptError> {
+    files::is_present(path).map_err(CkptError::io("examine", path))
+}
+
 /// Reads a JSON file of bounded size.
 pub(crate) fn read_json<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T, CkptError> {
-    let bad = |why: String| CkptError::BadFile {
+    let text = files::read(path, MAX_MANIFEST_BYTES).map_err(CkptError::io("read", path))?;
+    parse_json(path, &text)
+}
+
+/// Reads a JSON file of bounded size; `None` if there is no entry of that name.
+pub(crate) fn read_json_if_present<T: for<'de> Deserialize<'de>>(
+    path: &Path,
+) -> Result<Option<T>, CkptError> {
+    let text = files::read_if_present(path, MAX_MANIFEST_BYTES);
+    let text = text.map_err(CkptError::io("read", path))?;
+    text.map(|text| parse_json(path, &text)).transpose()
+}
+
+fn parse_json<T: for<'de> Deserialize<'de>>(path: &Path, text: &[u8]) -> Result<T, CkptError> {
+    serde_json::from_slice(text).map_err(|e| CkptError::BadFile {
         path: path.into(),
-        why,
-    };
-    let bytes = std::fs::metadata(path)
-        .map_err(CkptError::io("examine", path))?
-        .len();
-    if bytes > MAX_MANIFEST_BYTES {
-        return Err(bad(format!(
-            "{bytes} bytes; the limit is {MAX_MANIFEST_BYTES}"
-        )));
+        why: format!("invalid JSON: {e}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+    use super::*;
+
+    /// A device has no end, and nobody writes to the pipe.
+    #[test]
+    fn only_regular_files_are_opened() {
+        for (name, kind, expected) in [
+            (SINGLE, "pipe", "not a regular file"),
+            (SINGLE, "device", "not a regular file"),
+            (SINGLE, "dangling", "does not exist here"),
+            (SINGLE, "folder", "a folder"),
+            (INDEX, "pipe", "not a regular file"),
+            (INDEX, "device", "not a regular file"),
+            (INDEX, "dangling", "does not exist here"),
+            (INDEX, "folder", "a folder"),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join(name);
+            match kind {
+                "pipe" => mknodat(CWD, &path, FileType::Fifo, Mode::RWXU, 0).unwrap(),
+                "device" => symlink("/dev/zero", &path).unwrap(),
+                "dangling" => symlink("gone", &path).unwrap(),
+                _ => fs::create_dir(&path).unwrap(),
+            }
+            let paths = [dir.path(), &path];
+            let all = if name == SINGLE && kind != "folder" {
+                &paths[..]
+            } else {
+                &paths[..1]
+            };
+            for opened in all {
+                let error = TensorFolder::open(opened).err().unwrap().to_string();
+                assert!(error.contains(expected), "{name} {kind}: {error}");
+                assert!(error.contains(name), "{name} {kind}: {error}");
+            }
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let error = TensorFolder::open(dir.path()).err().unwrap().to_string();
+        assert!(error.contains(SINGLE), "{error}");
     }
-    let text = std::fs::read(path).map_err(CkptError::io("read", path))?;
-    serde_json::from_slice(&text).map_err(|e| bad(format!("invalid JSON: {e}")))
 }

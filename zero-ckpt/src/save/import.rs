@@ -8,7 +8,7 @@ use zero_shard::{Layout, ParamSpec, UnitSpec};
 
 use super::agreement::PublishedCheckpoint;
 use crate::format::blocks::shard_pieces;
-use crate::format::tensor_folder::{TensorFolder, read_json};
+use crate::format::tensor_folder::{TensorFolder, read_json_if_present};
 use crate::io::parallel::Source;
 use crate::{CkptError, SaveMeta, StateDtype, StateSpec, Store};
 
@@ -122,7 +122,7 @@ fn json_beside(from: &Path, name: &str) -> Result<Option<Value>, CkptError> {
     } else {
         from.join(name)
     };
-    path.exists().then(|| read_json(&path)).transpose()
+    read_json_if_present(&path)
 }
 
 /// The concatenation of tensors as fp32.

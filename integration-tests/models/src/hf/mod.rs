@@ -4,7 +4,8 @@
 //! A **Hugging Face folder** holds `config.json` and either `model.safetensors` or several such
 //! files with `model.safetensors.index.json`. Weights are F32, F16 or BF16. Parameters have
 //! Hugging Face's names; the prefix of the model without its head (`transformer.`, `model.`) is
-//! optional in files.
+//! optional in files. A prefix that all tensors carry, as wrappers of a model add it (`module.`,
+//! `_orig_mod.`), is left out, with a warning.
 //!
 //! [`HfFolder::open`] checks all names, shapes and types against the configuration before anything
 //! is allocated. [`HfFolder::read`] reads any range of a parameter, so that a rank reads its own
@@ -28,13 +29,17 @@ use std::path::{Path, PathBuf};
 
 use crc_fast::{CrcAlgorithm, Digest};
 use thiserror::Error;
+use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_ckpt::{
     CkptError, MANIFEST_NAME, Reader, Resolved, StateDtype, TensorFolder, has_checkpoints, resolve,
 };
 
+use tensors::StoredNames;
 pub use tensors::{DefectKind, TensorDefect};
+use tokenizer_files::is_present;
 
 use crate::{ConfigError, ModelConfig};
+use companions::COMPANIONS;
 
 /// A folder that cannot be read.
 #[derive(Debug, Error)]
@@ -50,6 +55,12 @@ pub enum HfError {
     /// `config.json` does not describe a supported model.
     #[error("{}: {source}", path.display())]
     Config { path: PathBuf, source: ConfigError },
+    /// A small file of the folder is not JSON.
+    #[error("{}: not JSON: {message}; correct the file, or remove it", path.display())]
+    Json { path: PathBuf, message: String },
+    /// `eos_token_id` names no token.
+    #[error("{}: eos_token_id is {value}; expected a token or a list of tokens", path.display())]
+    EndToken { path: PathBuf, value: String },
     /// The folder has no weights in safetensors files.
     #[error("{}: neither model.safetensors nor model.safetensors.index.json exists{hint}", path.display())]
     NoWeights {
@@ -62,8 +73,12 @@ pub enum HfError {
     #[error(transparent)]
     Weights(#[from] CkptError),
     /// Tensors of the model that are missing, or have another shape or type.
-    #[error("{}", tensors::list(_0))]
-    Tensors(Vec<TensorDefect>),
+    #[error("{}{hint}", tensors::list(defects))]
+    Tensors {
+        defects: Vec<TensorDefect>,
+        /// What the files hold instead, and what to do; empty if that is not known.
+        hint: String,
+    },
     /// The configuration ties the head to the embedding, but the weights have a different head.
     #[error(
         "{}: lm_head.weight differs from the embedding, to which config.json ties it: \
@@ -100,10 +115,10 @@ pub struct HfFolder {
 }
 
 enum Source {
-    /// Hugging Face's files, and the tensor name there of each parameter.
+    /// Hugging Face's files, and the names of the parameters there.
     Files {
         weights: TensorFolder,
-        stored: HashMap<String, String>,
+        stored: StoredNames,
     },
     Checkpoint(Box<Reader>),
 }
@@ -126,22 +141,24 @@ impl HfFolder {
 
         let config_path = path.join("config.json");
         let is_checkpoint = path.join(MANIFEST_NAME).is_file() || has_checkpoints(path)?;
-        if is_checkpoint && !config_path.exists() {
+        if is_checkpoint && !is_present(&config_path)? {
             return Self::open_checkpoint(path);
         }
-        let text = fs::read_to_string(&config_path).map_err(|source| HfError::Read {
+        check_companions(path)?;
+        let text = files::read_text(&config_path, SMALL_FILE_BYTES);
+        let text = text.map_err(|source| HfError::Read {
             path: config_path.clone(),
             source,
         })?;
 
-        let (config, mut warnings) =
-            ModelConfig::from_hf_json(&text).map_err(|source| HfError::Config {
+        let (config, mut warnings) = ModelConfig::from_hf_json(text.trim_start_matches('\u{feff}'))
+            .map_err(|source| HfError::Config {
                 path: config_path,
                 source,
             })?;
 
-        if !path.join("model.safetensors").is_file()
-            && !path.join("model.safetensors.index.json").is_file()
+        if !is_present(&path.join("model.safetensors"))?
+            && !is_present(&path.join("model.safetensors.index.json"))?
         {
             let hint = match path.join("pytorch_model.bin").is_file() {
                 true => {
@@ -156,10 +173,11 @@ impl HfFolder {
         }
 
         let weights = TensorFolder::open(path)?;
-        let stored = tensors::stored_names(&weights, &config)?;
-        warnings.extend(tensors::unused(&weights, &config, &stored));
+        let stored = StoredNames::find(&weights, &config)?;
+        warnings.extend(stored.notice(&weights));
+        warnings.extend(stored.unused(&weights, &config));
         if config.tied_head()
-            && let Some(path) = tensors::untied_head(&weights, &stored[config.embedding_name()])?
+            && let Some(path) = stored.untied_head(&weights, config.embedding_name())?
         {
             return Err(HfError::UntiedHead { path });
         }
@@ -227,7 +245,10 @@ impl HfFolder {
         });
         let defects: Vec<_> = defects.collect();
         if !defects.is_empty() {
-            return Err(HfError::Tensors(defects));
+            return Err(HfError::Tensors {
+                defects,
+                hint: String::new(),
+            });
         }
 
         Ok(Self {
@@ -265,7 +286,7 @@ impl HfFolder {
     pub fn is_bf16(&self) -> bool {
         match &self.source {
             Source::Files { weights, stored } => stored
-                .values()
+                .tensors()
                 .filter_map(|name| weights.tensor(name))
                 .all(|(tensor, _)| tensor.dtype == StateDtype::BF16.name()),
             Source::Checkpoint(_) => false,
@@ -273,17 +294,25 @@ impl HfFolder {
     }
 
     /// The tokens that end a text; empty if the folder names none.
-    pub fn end_tokens(&self) -> Vec<u32> {
+    ///
+    /// # Errors
+    /// A file that would name them cannot be used.
+    pub fn end_tokens(&self) -> Result<Vec<u32>, HfError> {
         match &self.source {
             Source::Files { .. } => companions::end_tokens_in(&self.path),
             Source::Checkpoint(reader) => {
-                companions::end_tokens_of(&reader.manifest().model_config).unwrap_or_default()
+                let ends = companions::end_tokens_of(&reader.manifest().model_config);
+                Ok(ends.unwrap_or_default())
             }
         }
     }
 
     /// The unit and the name of the parameter that a tensor of the files is, if the model has it.
     pub fn unit_and_param(&self, tensor: &str) -> Option<(String, String)> {
+        let tensor = match &self.source {
+            Source::Files { stored, .. } => stored.without_wrapper(tensor)?,
+            Source::Checkpoint(_) => tensor,
+        };
         let prefixed = format!("{}{tensor}", self.config.prefix());
         let mut units = self.config.units().into_iter();
         units.find_map(|unit| {
@@ -294,7 +323,10 @@ impl HfFolder {
     }
 
     /// The folder's tokenizer, if it has one.
-    pub fn tokenizer(&self) -> Option<PathBuf> {
+    ///
+    /// # Errors
+    /// The folder cannot be searched.
+    pub fn tokenizer(&self) -> Result<Option<PathBuf>, HfError> {
         let folder = match &self.source {
             Source::Files { .. } => &self.path,
             Source::Checkpoint(reader) => reader.path(),
@@ -332,12 +364,26 @@ impl HfFolder {
     /// The file of a parameter, or the checkpoint.
     fn file_of(&self, name: &str) -> PathBuf {
         match &self.source {
-            Source::Files { weights, .. } => tensors::find(weights, self.config.prefix(), name)
+            Source::Files { weights, stored } => stored
+                .get(name)
+                .and_then(|stored| weights.tensor(stored))
                 .map_or(&*self.path, |(_, file)| file)
                 .to_owned(),
             Source::Checkpoint(reader) => reader.path().to_owned(),
         }
     }
+}
+
+/// Checks that the files beside the weights that are there can be opened, also those that no one
+/// needs now: a run without them would be another run.
+fn check_companions(dir: &Path) -> Result<(), HfError> {
+    for name in COMPANIONS {
+        let path = dir.join(name);
+        if is_present(&path)? {
+            files::open(&path).map_err(|source| HfError::Read { path, source })?;
+        }
+    }
+    Ok(())
 }
 
 /// Elements of a part of the weights that one rank hashes.

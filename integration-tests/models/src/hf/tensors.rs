@@ -13,7 +13,7 @@ use crate::ModelConfig;
 const HEAD: &str = "lm_head.weight";
 
 /// Defects that a message lists.
-const LISTED: usize = 20;
+const LISTED: usize = 3;
 
 /// A tensor that the model cannot use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,59 +77,180 @@ pub(super) fn list(defects: &[TensorDefect]) -> String {
     }
 }
 
-/// The name in the files of each parameter, if all can be used.
-pub(super) fn stored_names(
-    weights: &TensorFolder,
-    config: &ModelConfig,
-) -> Result<HashMap<String, String>, HfError> {
-    let mut stored = HashMap::new();
-    let mut defects = Vec::new();
-    for param in config.units().into_iter().flat_map(|unit| unit.params) {
-        let found = find(weights, config.prefix(), &param.name);
-        let kind = match found {
-            None => DefectKind::Missing,
-            Some((tensor, _)) if tensor.shape != param.shape => {
-                DefectKind::Shape(tensor.shape.clone())
-            }
-            Some((tensor, _)) if StateDtype::from_name(&tensor.dtype).is_none() => {
-                DefectKind::Type(tensor.dtype.clone())
-            }
-            Some((tensor, _)) => {
-                stored.insert(param.name, tensor.name.clone());
-                continue;
-            }
+/// The names of the parameters in the files of a folder.
+pub(super) struct StoredNames {
+    /// What stands before the names of all tensors, such as `module.` of a wrapper; may be empty.
+    wrapper: String,
+    /// The tensor of each parameter.
+    of_param: HashMap<String, String>,
+}
+
+impl StoredNames {
+    /// Finds all parameters.
+    ///
+    /// # Errors
+    /// [`HfError::Tensors`] with each that cannot be used.
+    pub(super) fn find(weights: &TensorFolder, config: &ModelConfig) -> Result<Self, HfError> {
+        let wrappers = wrappers(weights, config);
+        let wrapper = match &wrappers[..] {
+            [only] if weights.tensors().all(|t| t.name.starts_with(only)) => only.clone(),
+            _ => String::new(),
         };
-        defects.push(TensorDefect {
-            path: found.map_or(weights.path(), |(_, file)| file).to_owned(),
-            name: param.name,
-            expected: param.shape,
-            kind,
-        });
+
+        let mut of_param = HashMap::new();
+        let mut defects = Vec::new();
+        for param in config.units().into_iter().flat_map(|unit| unit.params) {
+            let found = find(weights, &wrapper, config.prefix(), &param.name);
+            let kind = match found {
+                None => DefectKind::Missing,
+                Some((tensor, _)) if tensor.shape != param.shape => {
+                    DefectKind::Shape(tensor.shape.clone())
+                }
+                Some((tensor, _)) if StateDtype::from_name(&tensor.dtype).is_none() => {
+                    DefectKind::Type(tensor.dtype.clone())
+                }
+                Some((tensor, _)) => {
+                    of_param.insert(param.name, tensor.name.clone());
+                    continue;
+                }
+            };
+            defects.push(TensorDefect {
+                path: found.map_or(weights.path(), |(_, file)| file).to_owned(),
+                name: param.name,
+                expected: param.shape,
+                kind,
+            });
+        }
+
+        if defects.is_empty() {
+            return Ok(Self { wrapper, of_param });
+        }
+        let is_missing = defects.iter().any(|d| d.kind == DefectKind::Missing);
+        let hint = if is_missing {
+            hint(weights, &wrappers, &wrapper)
+        } else {
+            String::new()
+        };
+        Err(HfError::Tensors { defects, hint })
     }
-    match defects.is_empty() {
-        true => Ok(stored),
-        false => Err(HfError::Tensors(defects)),
+
+    /// The tensor of a parameter.
+    pub(super) fn get(&self, param: &str) -> Option<&str> {
+        self.of_param.get(param).map(String::as_str)
+    }
+
+    /// The tensors of all parameters.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = &str> {
+        self.of_param.values().map(String::as_str)
+    }
+
+    /// The name of a tensor without what stands before all names.
+    pub(super) fn without_wrapper<'a>(&self, tensor: &'a str) -> Option<&'a str> {
+        tensor.strip_prefix(&self.wrapper)
+    }
+
+    /// A warning about what stands before the names.
+    pub(super) fn notice(&self, weights: &TensorFolder) -> Option<String> {
+        let path = weights.path().display();
+        let wrapper = Some(&self.wrapper).filter(|wrapper| !wrapper.is_empty())?;
+        Some(format!(
+            "{path}: the names of all tensors start with {wrapper:?}, which is left out"
+        ))
+    }
+
+    /// The file of a head that differs from the embedding.
+    pub(super) fn untied_head(
+        &self,
+        weights: &TensorFolder,
+        embedding: &str,
+    ) -> Result<Option<PathBuf>, CkptError> {
+        let head = format!("{}{HEAD}", self.wrapper);
+        match self.get(embedding) {
+            Some(embedding) => differing(weights, &head, embedding),
+            None => Ok(None),
+        }
+    }
+
+    /// A warning that names tensors unknown to the model. The attention masks of older files and
+    /// the repeated head of a tied model are ignored.
+    pub(super) fn unused(&self, weights: &TensorFolder, config: &ModelConfig) -> Option<String> {
+        let used: HashSet<&str> = self.tensors().collect();
+        let names = weights.tensors().map(|tensor| tensor.name.as_str());
+        let is_mask =
+            |name: &str| name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
+        let is_head = |name: &str| self.without_wrapper(name) == Some(HEAD);
+        let mut unused = names.filter(|name| {
+            !(used.contains(name) || is_mask(name) || is_head(name) && config.tied_head())
+        });
+        let first = unused.next()?;
+        let path = weights.path().display();
+        let count = 1 + unused.count();
+        Some(format!(
+            "{path}: {count} tensors do not belong to the model and are ignored, the first is {first:?}"
+        ))
     }
 }
 
-/// Finds a parameter, stored with or without the prefix.
-pub(super) fn find<'a>(
+/// What stands before the name of the embedding in the files, if the embedding is not there by its
+/// own name: `module.` of DistributedDataParallel, `_orig_mod.` of torch.compile, ...
+fn wrappers(weights: &TensorFolder, config: &ModelConfig) -> Vec<String> {
+    let embedding = config.embedding_name();
+    if find(weights, "", config.prefix(), embedding).is_some() {
+        return Vec::new();
+    }
+    let bare = embedding.strip_prefix(config.prefix()).unwrap_or(embedding);
+    let wrapper = |name: &str| {
+        let wrapper = name
+            .strip_suffix(embedding)
+            .or_else(|| name.strip_suffix(bare))?;
+        wrapper.ends_with('.').then(|| wrapper.to_owned())
+    };
+    weights
+        .tensors()
+        .filter_map(|tensor| wrapper(&tensor.name))
+        .collect()
+}
+
+/// What the files hold in place of missing tensors, and what to do.
+fn hint(weights: &TensorFolder, wrappers: &[String], wrapper: &str) -> String {
+    let is_adapter = |tensor: &TensorEntry| tensor.name.contains(".lora_");
+    if weights.tensors().any(is_adapter) {
+        return "; the files hold an adapter (LoRA): merge it into its model (`merge_and_unload` of peft), and save that"
+            .to_owned();
+    }
+    match wrappers.iter().find(|found| *found != wrapper) {
+        None => String::new(),
+        Some(found) => format!(
+            "; the files have such tensors under names that start with {found:?}, and others: save the model's tensors \
+             alone and without it, as {{name.removeprefix({found:?}): t for name, t in tensors.items() if \
+             name.startswith({found:?})}}"
+        ),
+    }
+}
+
+/// Finds a parameter behind `wrapper`, stored with or without the prefix of the model.
+fn find<'a>(
     weights: &'a TensorFolder,
+    wrapper: &str,
     prefix: &str,
     name: &str,
 ) -> Option<(&'a TensorEntry, &'a Path)> {
     let bare = name.strip_prefix(prefix).unwrap_or(name);
-    weights.tensor(name).or_else(|| weights.tensor(bare))
+    weights
+        .tensor(&format!("{wrapper}{name}"))
+        .or_else(|| weights.tensor(&format!("{wrapper}{bare}")))
 }
 
-/// The file of a head that differs from the `embedding`.
-pub(super) fn untied_head(
+/// The file of `head_name`, if it has other values than `embedding`.
+fn differing(
     weights: &TensorFolder,
+    head_name: &str,
     embedding: &str,
 ) -> Result<Option<PathBuf>, CkptError> {
     /// Elements that are compared at a time.
     const CHUNK_ELEMS: u64 = 1 << 16;
-    let (Some((head, file)), Some((tied, _))) = (weights.tensor(HEAD), weights.tensor(embedding))
+    let (Some((head, file)), Some((tied, _))) =
+        (weights.tensor(head_name), weights.tensor(embedding))
     else {
         return Ok(None);
     };
@@ -143,7 +264,7 @@ pub(super) fn untied_head(
     for start in (0..tied.elems()).step_by(CHUNK_ELEMS as usize) {
         let end = tied.elems().min(start + CHUNK_ELEMS);
         let n = (end - start) as usize;
-        weights.read(HEAD, start..end, &mut ours[..n])?;
+        weights.read(head_name, start..end, &mut ours[..n])?;
         weights.read(embedding, start..end, &mut theirs[..n])?;
         if ours[..n]
             .iter()
@@ -155,29 +276,4 @@ pub(super) fn untied_head(
     }
 
     Ok(None)
-}
-
-/// A warning that names tensors unknown to the model. The attention masks of older files and the
-/// repeated head of a tied model are ignored.
-pub(super) fn unused(
-    weights: &TensorFolder,
-    config: &ModelConfig,
-    stored: &HashMap<String, String>,
-) -> Option<String> {
-    let used: HashSet<&String> = stored.values().collect();
-    let unused: Vec<&str> = weights
-        .tensors()
-        .filter(|t| !used.contains(&t.name))
-        .map(|t| t.name.as_str())
-        .collect();
-    let is_mask = |name: &str| name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
-    let mut unused = unused
-        .into_iter()
-        .filter(|name| !(is_mask(name) || *name == HEAD && config.tied_head()));
-    let first = unused.next()?;
-    let path = weights.path().display();
-    let count = 1 + unused.count();
-    Some(format!(
-        "{path}: {count} tensors do not belong to the model and are ignored, the first is {first:?}"
-    ))
 }

@@ -2,25 +2,52 @@
 
 use std::path::{Path, PathBuf};
 
+use zero_ckpt::files;
+
+use super::HfError;
+
 /// Hugging Face's tokenizer in one file.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Vocabulary and merges of GPT-2, as Hugging Face and as OpenAI name them.
 pub const GPT2_FILES: [[&str; 2]; 2] =
     [["vocab.json", "merges.txt"], ["encoder.json", "vocab.bpe"]];
-/// The tokenizer in the folder of a model: its `tokenizer.json`, or else the folder if it has GPT-2's two files.
-pub fn tokenizer_in(dir: &Path) -> Option<PathBuf> {
+
+/// The tokenizer in the folder of a model: its `tokenizer.json`, or else the folder if it has
+/// GPT-2's two files. They may be unreadable, which is found when they are read.
+///
+/// # Errors
+/// The folder cannot be searched.
+pub fn tokenizer_in(dir: &Path) -> Result<Option<PathBuf>, HfError> {
     let file = dir.join(TOKENIZER_FILE);
-    if file.is_file() {
-        Some(file)
-    } else {
-        gpt2_files(dir).map(|_| dir.to_owned())
+    if is_present(&file)? {
+        return Ok(Some(file));
     }
+    Ok(gpt2_files(dir)?.map(|_| dir.to_owned()))
 }
 
 /// GPT-2's vocabulary and merges in a folder.
-pub fn gpt2_files(dir: &Path) -> Option<(PathBuf, PathBuf)> {
-    let pairs = GPT2_FILES.map(|[vocab, merges]| (dir.join(vocab), dir.join(merges)));
-    pairs
-        .into_iter()
-        .find(|(vocab, merges)| vocab.is_file() && merges.is_file())
+///
+/// # Errors
+/// The folder cannot be searched.
+pub fn gpt2_files(dir: &Path) -> Result<Option<(PathBuf, PathBuf)>, HfError> {
+    for [vocab, merges] in GPT2_FILES {
+        let vocab = dir.join(vocab);
+        let merges = dir.join(merges);
+        if is_present(&vocab)? && is_present(&merges)? {
+            return Ok(Some((vocab, merges)));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether a folder has an entry of that name: also one that cannot be read, such as a link without
+/// a target.
+///
+/// # Errors
+/// The folder cannot be searched.
+pub fn is_present(path: &Path) -> Result<bool, HfError> {
+    files::is_present(path).map_err(|source| HfError::Read {
+        path: path.to_owned(),
+        source,
+    })
 }

@@ -107,5 +107,4 @@ fn headers_are_checked() {
 fn huge_counts_do_not_overflow() {
     let row = ROW.replace(",16,llama", ",18446744073709551615,llama");
     assert_eq!(parse(&row).unwrap().rows[0].micro_batches(), 1);
-    assert!(Table::read(Path::new("/no/such/file.csv")).is_err());
 }

@@ -1,10 +1,10 @@
 //! The whole file: top-level keys and small blocks.
 
-use std::fs;
 use std::path::Path;
 
 use serde_json::{Map, Value};
 use zero_alloc::device::DType;
+use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_optim::{LossScaling, LrSchedule};
 
 use super::autotuning::{self, Autotuning};
@@ -337,7 +337,7 @@ impl DsConfig {
 }
 
 fn read(path: &Path) -> Result<String, ConfigFileError> {
-    fs::read_to_string(path).map_err(|source| ConfigFileError::Read {
+    files::read_text(path, SMALL_FILE_BYTES).map_err(|source| ConfigFileError::Read {
         path: path.to_owned(),
         source,
     })

@@ -5,6 +5,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use crc_fast::{CrcAlgorithm, Digest};
+use zero_ckpt::files;
 
 use super::DataError;
 use super::tokenize::stream::{Pieces, ReadFailure};
@@ -33,7 +34,7 @@ impl TextFile {
             path: path.to_owned(),
             source,
         };
-        let mut file = File::open(path).map_err(failed)?;
+        let (mut file, _) = files::open(path).map_err(failed)?;
         let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
         let (mut bytes, mut is_blank) = (0, true);
         // What is left of the last block is the start of a character.
@@ -105,7 +106,9 @@ impl Corpus {
         digest.finalize()
     }
 
-    pub(super) fn ends(&self, tokenizer: &TextTokenizer) -> DocumentEnds {
+    /// # Errors
+    /// A file that may name the end token cannot be used.
+    pub(super) fn ends(&self, tokenizer: &TextTokenizer) -> Result<DocumentEnds, DataError> {
         tokenizer.document_ends(self.separate)
     }
 
@@ -116,7 +119,7 @@ impl Corpus {
         pieces: &mut Pieces,
     ) -> Result<(), ReadFailure> {
         for (path, scanned) in &self.files {
-            let file = File::open(path).map_err(|source| DataError::Read {
+            let (file, _) = files::open(path).map_err(|source| DataError::Read {
                 path: path.clone(),
                 source,
             })?;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use indicatif::HumanCount;
 use thiserror::Error;
+use zero_models::hf::HfError;
 
 /// Data that cannot be trained on.
 #[derive(Debug, Error)]
@@ -30,6 +31,9 @@ pub enum DataError {
         /// The system's error.
         source: io::Error,
     },
+    /// A small file of a model's folder cannot be used.
+    #[error(transparent)]
+    Folder(HfError),
     /// An empty file.
     #[error("{}: the data file is empty", path.display())]
     Empty {

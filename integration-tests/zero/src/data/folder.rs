@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use ignore::{DirEntry, WalkBuilder};
 use indicatif::HumanCount;
+use zero_ckpt::files;
 
 use super::corpus::TextFile;
 use super::{DataError, outputs};
@@ -414,7 +415,7 @@ fn scan_file(path: &Path, scope: Scope) -> Result<Content<TextFile>, DataError> 
         return other(Reason::Large);
     }
 
-    let mut file = fs::File::open(path).map_err(failed)?;
+    let (mut file, _) = files::open(path).map_err(failed)?;
     let mut start = Vec::new();
     file.by_ref()
         .take(PROBE_BYTES)
@@ -458,7 +459,7 @@ fn read_file(path: &Path, scope: Scope) -> Result<Content<String>, DataError> {
     }
 
     // A large binary file is not read whole.
-    let mut file = fs::File::open(path).map_err(failed)?;
+    let (mut file, _) = files::open(path).map_err(failed)?;
     let mut content = Vec::new();
     file.by_ref()
         .take(PROBE_BYTES)

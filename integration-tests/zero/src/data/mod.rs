@@ -54,7 +54,6 @@ mod tokens;
 mod tests;
 
 use std::fmt;
-use std::fs;
 use std::num::NonZero;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -62,9 +61,10 @@ use std::sync::Arc;
 use std::thread;
 
 use indicatif::HumanCount;
+use zero_ckpt::files;
 
 pub use error::DataError;
-pub use examples::TrainingData;
+pub use examples::{TrainingData, render_apart, serve_templates};
 pub(crate) use token_cache::default_folder as default_token_cache;
 pub use tokenize::tokenizer_checksum;
 pub(crate) use tokenize::{TextTokenizer, check_tokenizer};
@@ -291,7 +291,7 @@ impl Dataset {
             return read_text(path, source, tokenizer);
         }
 
-        let content = fs::read(path).map_err(|source| DataError::Read {
+        let content = files::read(path, u64::MAX).map_err(|source| DataError::Read {
             path: path.to_owned(),
             source,
         })?;

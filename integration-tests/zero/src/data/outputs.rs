@@ -2,11 +2,11 @@
 //! logs. They are no text to train on, and with them the data of the current folder would differ
 //! from one run to the next.
 
-use std::fs;
-use std::io::{BufReader, Read};
+use std::io::Read;
 use std::path::Path;
 
 use serde_json::Value;
+use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 
 /// The first bytes of a manifest contain its format's name.
 const MANIFEST_PROBE_BYTES: u64 = 256;
@@ -33,7 +33,7 @@ pub(super) fn is_of_saves(path: &Path) -> bool {
 }
 
 fn is_checkpoint(dir: &Path) -> bool {
-    let Some(file) = open_file(&dir.join("manifest.json")) else {
+    let Ok((file, _)) = files::open(&dir.join("manifest.json")) else {
         return false;
     };
     let mut start = Vec::new();
@@ -110,8 +110,9 @@ fn is_in_report(path: &Path) -> bool {
     let is_reports = ["summary.txt", "summary.json", "run.json", "trace.json"].contains(&name)
         || name.ends_with(".svg");
     let summary = || {
-        let file = open_file(&path.with_file_name("summary.json"))?;
-        serde_json::from_reader::<_, Value>(BufReader::new(file)).ok()
+        let path = path.with_file_name("summary.json");
+        let summary = files::read(&path, SMALL_FILE_BYTES).ok()?;
+        serde_json::from_slice::<Value>(&summary).ok()
     };
     is_reports
         && summary().is_some_and(|summary| {
@@ -119,14 +120,4 @@ fn is_in_report(path: &Path) -> bool {
                 .iter()
                 .all(|key| summary.get(key).is_some())
         })
-}
-
-/// Opens a regular file; opening a pipe would wait for its writer.
-fn open_file(path: &Path) -> Option<fs::File> {
-    let is_file = fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
-    if is_file {
-        fs::File::open(path).ok()
-    } else {
-        None
-    }
 }

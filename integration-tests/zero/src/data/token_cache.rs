@@ -14,6 +14,7 @@ use bytemuck::cast_slice;
 use crc_fast::{CrcAlgorithm, Digest};
 use indicatif::HumanCount;
 use serde::{Deserialize, Serialize};
+use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 
 use super::DataError;
 use super::corpus::Corpus;
@@ -74,7 +75,7 @@ pub(super) fn tokens(
         corpus,
         tokenizer,
         threads,
-        ends: corpus.ends(tokenizer),
+        ends: corpus.ends(tokenizer)?,
     };
     let Some(folder) = cache.filter(|_| corpus.bytes() >= MIN_BYTES) else {
         return job.in_memory(None);
@@ -203,7 +204,7 @@ impl<'a> Entry<'a> {
 
     /// The kept tokens, if all of them are as their description says.
     fn open(&self) -> Option<Tokenized> {
-        let description = fs::read(self.path("json")).ok()?;
+        let description = files::read(&self.path("json"), SMALL_FILE_BYTES).ok()?;
         let description: Description = serde_json::from_slice(&description).ok()?;
         if description.identity != self.identity {
             return None;

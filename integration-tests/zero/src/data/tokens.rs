@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use crc_fast::{CrcAlgorithm, Digest};
+use zero_ckpt::files;
 
 use super::DataError;
 
@@ -89,8 +90,7 @@ impl Tokens {
             source,
         };
 
-        let file = File::open(path).map_err(read)?;
-        let bytes = file.metadata().map_err(read)?.len();
+        let (file, bytes) = files::open(path).map_err(read)?;
         if bytes == 0 {
             return Err(DataError::Empty {
                 path: path.to_owned(),

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use parking_lot::Mutex;
+use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_simulator::Machine;
 
 use crate::error::CliError;
@@ -100,7 +101,7 @@ pub(crate) fn processors(on_host: bool) -> Result<String, CliError> {
 /// The file is no machine file, or something cannot be measured.
 pub(crate) fn kept_in(path: &Path, on_host: bool) -> Result<Machine, CliError> {
     check_out(path)?;
-    if let Ok(text) = std::fs::read_to_string(path)
+    if let Ok(text) = files::read_text(path, SMALL_FILE_BYTES)
         && let Ok(machine) = Machine::parse(&text, &path.display().to_string())
         && machine.cores.is_some() == on_host
     {
@@ -163,8 +164,9 @@ fn check_out(path: &Path) -> Result<(), CliError> {
             "--out {shown}: expected a name that ends in .toml or .json, by which --hardware knows a file"
         )));
     }
-    match std::fs::read_to_string(path) {
-        Ok(text) => Machine::parse(&text, &shown.to_string())
+    match files::read_text_if_present(path, SMALL_FILE_BYTES) {
+        Ok(None) => Ok(()),
+        Ok(Some(text)) => Machine::parse(&text, &shown.to_string())
             .map(drop)
             .map_err(|error| {
                 CliError::Usage(format!(
@@ -172,7 +174,6 @@ fn check_out(path: &Path) -> Result<(), CliError> {
                      with --out ({error})"
                 ))
             }),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(CliError::Usage(format!("--out {shown}: {error}"))),
     }
 }

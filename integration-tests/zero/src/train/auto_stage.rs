@@ -55,7 +55,7 @@ impl RankMemory {
                 counted(sharers as u64, "rank")
             ),
         };
-        let is_launched = launched_ranks(args) > 1;
+        let is_launched = launched_ranks(args)? > 1;
         let machine = match is_launched {
             // The free memory differs from process to process.
             true => {

@@ -16,7 +16,7 @@ const MAX_PROCESSES: usize = 1 << 16;
 
 /// Rejects numbers that no run can use.
 pub(crate) fn numbers(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
-    let launched = launched_ranks(args);
+    let launched = launched_ranks(args)?;
     check_ranks(
         ranks,
         if launched > 1 {

@@ -195,9 +195,16 @@ impl ChosenData {
     }
 
     /// The tokenizer of the run's text, or that of the model's folder.
-    pub(crate) fn tokenizer(&self, folder: Option<&HfFolder>) -> Option<PathBuf> {
-        let own = self.source.tokenizer.clone();
-        own.or_else(|| folder.and_then(HfFolder::tokenizer))
+    ///
+    /// # Errors
+    /// The model's folder cannot be searched.
+    pub(crate) fn tokenizer(&self, folder: Option<&HfFolder>) -> Result<Option<PathBuf>, CliError> {
+        match &self.source.tokenizer {
+            Some(tokenizer) => Ok(Some(tokenizer.clone())),
+            None => folder
+                .map_or(Ok(None), HfFolder::tokenizer)
+                .map_err(CliError::usage),
+        }
     }
 
     /// The checksum of the tokenizer's files, if a tokenizer made the tokens.
@@ -252,10 +259,9 @@ fn data_source(
     folder: Option<&HfFolder>,
 ) -> Result<DataSource, CliError> {
     check_paths(args)?;
-    let tokenizer = args
-        .tokenizer
-        .clone()
-        .or_else(|| folder.and_then(HfFolder::tokenizer));
+    let own = folder.map_or(Ok(None), HfFolder::tokenizer);
+    let own = own.map_err(CliError::usage)?;
+    let tokenizer = args.tokenizer.clone().or(own);
 
     let Some(recorded) = recorded.map(|record| &record.data) else {
         return Ok(DataSource {

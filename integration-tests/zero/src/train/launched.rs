@@ -5,8 +5,12 @@ use zero_comm::nccl::Ranks;
 use crate::error::CliError;
 use crate::settings::args::{CommChoice, TrainArgs};
 
-/// The variables in which Open MPI, MPICH and Slurm's PMI pass the number of processes.
-const WORLD_SIZE_VARIABLES: [&str; 2] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
+/// The variables in which Open MPI, and MPICH and Slurm's PMI, pass the number of processes and the
+/// rank of a process.
+const MPI_VARIABLES: [[&str; 2]; 2] = [
+    ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"],
+    ["PMI_SIZE", "PMI_RANK"],
+];
 
 /// The variables in which torchrun and this program's launcher, Open MPI, MPICH and Slurm pass the
 /// number of processes of a machine, the rank of a process, and its number on its machine.
@@ -23,16 +27,21 @@ const MACHINE_VARIABLES: [[&str; 3]; 4] = [
 
 /// The processes of a machine by a launcher's variables; `None` if this process has a place on its
 /// machine that consecutive ranks do not have.
-fn launched_node_ranks(variable: impl Fn(&str) -> Option<usize>) -> Option<usize> {
-    let [size, rank, local_rank] = MACHINE_VARIABLES
-        .into_iter()
-        .map(|names| names.map(&variable))
-        .find(|[size, ..]| size.is_some())?;
-    let size = size.filter(|size| *size > 0)?;
-    match (rank, local_rank) {
-        (Some(rank), Some(local_rank)) if local_rank != rank % size => None,
-        _ => Some(size),
+///
+/// # Errors
+/// A variable is no number.
+fn launched_node_ranks(
+    variable: impl Fn(&str) -> Result<Option<usize>, CliError>,
+) -> Result<Option<usize>, CliError> {
+    for [size, rank, local_rank] in MACHINE_VARIABLES {
+        let Some(size) = variable(size)? else {
+            continue;
+        };
+        let place = variable(rank)?.zip(variable(local_rank)?);
+        let is_dealt = place.is_some_and(|(rank, local)| size == 0 || local != rank % size);
+        return Ok(Some(size).filter(|size| *size > 0 && !is_dealt));
     }
+    Ok(None)
 }
 
 /// Consecutive ranks of a machine: by the flag, or by a launcher's variables; `None` if they do not
@@ -58,34 +67,89 @@ pub(crate) fn node_ranks(
             "--ranks-per-node {of_node}: expected a number that divides the {ranks} ranks, and whole groups of {group} \
              ranks on a machine or whole machines in a group"
         ))),
-        None if launched_ranks(args) == 1 => Ok(Some(ranks)),
-        None => {
-            let variable = |name: &str| std::env::var(name).ok()?.parse().ok();
-            Ok(launched_node_ranks(variable).filter(fits))
-        }
+        None if launched_ranks(args)? == 1 => Ok(Some(ranks)),
+        None => Ok(launched_node_ranks(number)?.filter(fits)),
     }
+}
+
+/// The number in a variable of the environment.
+///
+/// # Errors
+/// It is set and is no number.
+fn number(name: &str) -> Result<Option<usize>, CliError> {
+    let Some(value) = std::env::var_os(name).filter(|value| !value.is_empty()) else {
+        return Ok(None);
+    };
+    let text = value.to_string_lossy();
+    text.trim().parse().map(Some).map_err(|_| {
+        CliError::Usage(format!(
+            "{name}={text}: expected a number, as a launcher sets it; unset the variable to start without a launcher"
+        ))
+    })
 }
 
 /// The number of processes that `mpirun` started, or 1.
-pub(crate) fn mpi_ranks() -> usize {
-    let size = |name| std::env::var(name).ok()?.parse().ok();
-    WORLD_SIZE_VARIABLES
-        .into_iter()
-        .filter_map(size)
-        .max()
-        .unwrap_or(1)
+///
+/// # Errors
+/// The variables of a launcher are half set, no numbers, or contradict each other.
+pub(crate) fn mpi_ranks() -> Result<usize, CliError> {
+    mpi_ranks_of(number)
+}
+
+fn mpi_ranks_of(
+    number: impl Fn(&str) -> Result<Option<usize>, CliError>,
+) -> Result<usize, CliError> {
+    let usage = |why: String| {
+        CliError::Usage(format!(
+            "{why}: each process would train a run of its own; start it by the launcher, or unset the variables"
+        ))
+    };
+    let mut found: Option<(usize, &str)> = None;
+    for [size_name, rank_name] in MPI_VARIABLES {
+        let (size, rank) = match (number(size_name)?, number(rank_name)?) {
+            (Some(size), Some(rank)) => (size, rank),
+            (None, None) => continue,
+            (Some(_), None) => {
+                return Err(usage(format!("{size_name} is set, but {rank_name} is not")));
+            }
+            (None, Some(_)) => {
+                return Err(usage(format!("{rank_name} is set, but {size_name} is not")));
+            }
+        };
+        if rank >= size {
+            return Err(usage(format!("{rank_name}={rank}, but {size_name}={size}")));
+        }
+        // One launcher starts the other, as a process of its own: `srun -n 1 mpirun -n 4`.
+        if size == 1 {
+            continue;
+        }
+        match found {
+            Some((other, other_name)) if other != size => {
+                return Err(usage(format!(
+                    "{other_name}={other}, but {size_name}={size}"
+                )));
+            }
+            _ => found = Some((size, size_name)),
+        }
+    }
+    Ok(found.map_or(1, |(size, _)| size))
 }
 
 /// The number of processes, as a launcher tells them, that train one run together.
-pub(crate) fn launched_ranks(args: &TrainArgs) -> usize {
+///
+/// # Errors
+/// The variables of a launcher are half set, no numbers, or contradict each other.
+pub(crate) fn launched_ranks(args: &TrainArgs) -> Result<usize, CliError> {
     if args.comm == CommChoice::Threads {
-        return 1;
+        return Ok(1);
     }
-    let launched = Ranks::from_env()
-        .ok()
-        .flatten()
-        .map_or(1, |ranks| ranks.world_size);
-    launched.max(mpi_ranks())
+    let by_mpi = mpi_ranks()?;
+    let launched = match Ranks::from_env() {
+        // MPI needs no address of rank 0.
+        Err(_) if by_mpi > 1 => None,
+        found => found.map_err(CliError::usage)?,
+    };
+    Ok(launched.map_or(1, |ranks| ranks.world_size).max(by_mpi))
 }
 
 #[cfg(test)]
@@ -95,10 +159,11 @@ mod tests {
     #[test]
     fn launchers_pass_consecutive_ranks() {
         let of = |variables: &[(&str, usize)]| {
-            launched_node_ranks(|name| {
+            let found = launched_node_ranks(|name| {
                 let found = variables.iter().find(|(known, _)| *known == name);
-                found.map(|(_, value)| *value)
-            })
+                Ok(found.map(|(_, value)| *value))
+            });
+            found.unwrap()
         };
         for [size, rank, local_rank] in MACHINE_VARIABLES {
             assert_eq!(of(&[(size, 4), (rank, 6), (local_rank, 2)]), Some(4));
@@ -108,6 +173,44 @@ mod tests {
             assert_eq!(of(&[(size, 0), (rank, 6), (local_rank, 3)]), None);
         }
         assert_eq!(of(&[]), None);
+    }
+
+    #[test]
+    fn ranks_of_mpi_agree() {
+        let of = |variables: &[(&str, usize)]| {
+            let found = mpi_ranks_of(|name| {
+                let found = variables.iter().find(|(known, _)| *known == name);
+                Ok(found.map(|(_, value)| *value))
+            });
+            found.map_err(|error| error.to_string())
+        };
+        let [open_mpi, pmi] = MPI_VARIABLES;
+        assert_eq!(of(&[]), Ok(1));
+        for [size, rank] in MPI_VARIABLES {
+            assert_eq!(of(&[(size, 4), (rank, 3)]), Ok(4));
+            assert_eq!(of(&[(size, 1), (rank, 0)]), Ok(1));
+            for variables in [
+                &[(size, 4)][..],
+                &[(rank, 0)],
+                &[(size, 4), (rank, 4)],
+                &[(size, 0), (rank, 0)],
+            ] {
+                let error = of(variables).unwrap_err();
+                assert!(error.contains("a run of its own"), "{error}");
+            }
+        }
+        let both = |sizes: [usize; 2]| {
+            of(&[
+                (open_mpi[0], sizes[0]),
+                (open_mpi[1], 0),
+                (pmi[0], sizes[1]),
+                (pmi[1], 0),
+            ])
+        };
+        assert_eq!(both([4, 4]), Ok(4));
+        assert_eq!(both([4, 1]), Ok(4));
+        let error = both([4, 2]).unwrap_err();
+        assert!(error.contains("OMPI_COMM_WORLD_SIZE=4, but PMI_SIZE=2"));
     }
 
     #[test]

@@ -53,7 +53,7 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
         return Ok(());
     }
     // `None` with --resume: rank 0 finds the checkpoint, once the ranks are connected.
-    let deferred = resume::is_deferred(args, launched_ranks(args));
+    let deferred = resume::is_deferred(args, launched_ranks(args)?);
     let resumed = if deferred { None } else { Resumed::open(args)? };
     let filled = match &resumed {
         Some(resumed) => resumed.fill(args),

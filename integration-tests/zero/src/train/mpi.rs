@@ -9,12 +9,19 @@ use crate::settings::args::{CommChoice, TrainArgs};
 
 /// Whether this process trains as a rank of an MPI world.
 pub(crate) fn is_selected(args: &TrainArgs) -> Result<bool, CliError> {
-    let launched = mpi_ranks() > 1;
+    // With --comm threads what a launcher says does not matter.
+    let processes = match args.comm {
+        CommChoice::Threads => mpi_ranks().unwrap_or(1),
+        _ => mpi_ranks()?,
+    };
+    let launched = processes > 1;
+    if launched && args.comm != CommChoice::Threads && args.comm != CommChoice::Nccl {
+        check_same(Ranks::from_env().ok().flatten().as_ref(), processes)?;
+    }
     match args.comm {
         CommChoice::Threads if launched => {
             tracing::warn!(
-                "--comm threads: a launcher started {} processes, and each of them trains the whole run by itself",
-                mpi_ranks()
+                "--comm threads: a launcher started {processes} processes, and each of them trains the whole run by itself"
             );
             Ok(false)
         }
@@ -23,10 +30,25 @@ pub(crate) fn is_selected(args: &TrainArgs) -> Result<bool, CliError> {
         // Without MPI every process of mpirun would train the whole run by itself.
         CommChoice::Auto if launched && cfg!(feature = "mpi") => Ok(true),
         CommChoice::Auto if launched => Err(not_built()),
-        // Inconsistent variables are not a launcher's.
         CommChoice::Auto => {
-            check_not_launched(Ranks::from_env().ok().flatten().as_ref()).map(|()| false)
+            let ranks = Ranks::from_env().map_err(CliError::usage)?;
+            check_not_launched(ranks.as_ref()).map(|()| false)
         }
+    }
+}
+
+/// Rejects variables of torchrun that contradict those of `mpirun`, which started `processes`.
+fn check_same(ranks: Option<&Ranks>, processes: usize) -> Result<(), CliError> {
+    let other = ranks
+        .filter(|ranks| ranks.launcher == Launcher::Torchrun)
+        .map(|ranks| ranks.world_size)
+        .filter(|size| *size > 1 && *size != processes);
+    match other {
+        Some(size) => Err(CliError::Usage(format!(
+            "mpirun started {processes} processes, but WORLD_SIZE={size}: start the run by one launcher, or unset \
+             RANK and WORLD_SIZE"
+        ))),
+        None => Ok(()),
     }
 }
 
@@ -140,5 +162,11 @@ mod tests {
             check_not_launched(Some(&rank(1, launcher))).unwrap();
         }
         check_not_launched(None).unwrap();
+
+        for (size, fits) in [(1, true), (4, true), (2, false)] {
+            let checked = check_same(Some(&rank(size, Launcher::Torchrun)), 4);
+            assert_eq!(checked.is_ok(), fits, "{size}");
+        }
+        check_same(Some(&rank(2, Launcher::Slurm)), 4).unwrap();
     }
 }

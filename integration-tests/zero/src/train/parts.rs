@@ -235,12 +235,13 @@ fn samples(
     data: &ChosenData,
 ) -> Result<Option<Samples>, CliError> {
     let folder = model.folder.as_ref();
-    let tokenizer = data.tokenizer(folder);
+    let tokenizer = data.tokenizer(folder)?;
     let ends = match (folder, resumed.and_then(|resumed| resumed.record.as_ref())) {
         (Some(folder), _) => folder.end_tokens(),
         (None, Some(run)) => companions::end_tokens_in(run.model.weights.as_ref()),
-        (None, None) => Vec::new(),
+        (None, None) => Ok(Vec::new()),
     };
+    let ends = ends.map_err(CliError::usage)?;
     samples::options(args, tokenizer, model.config.vocab_size(), ends)
 }
 

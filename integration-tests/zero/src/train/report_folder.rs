@@ -3,12 +3,13 @@
 use std::fs;
 use std::path::Path;
 
+use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_ckpt::has_checkpoints;
 use zero_trainer::StepMetrics;
 
 use super::metrics_file;
 use crate::error::CliError;
-use crate::files::{absolute, read_small};
+use crate::files::absolute;
 use crate::settings::record::RUN_JSON;
 
 /// The steps of the report in `dir`.
@@ -63,7 +64,7 @@ pub(crate) fn check_recorded(dir: &Path, runs: &[&str], step: u64) -> Result<(),
 /// The run whose report is in `dir`.
 fn report_run(dir: &Path) -> Option<String> {
     let record: serde_json::Value =
-        serde_json::from_slice(&read_small(&dir.join(RUN_JSON))?).ok()?;
+        serde_json::from_slice(&files::read(&dir.join(RUN_JSON), SMALL_FILE_BYTES).ok()?).ok()?;
     record["run"].as_str().map(str::to_owned)
 }
 

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::{DType, Device};
+use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_ckpt::{CkptError, ModelSpec, Reader, Resolved, Selection, has_checkpoints, resolve};
 use zero_optim::RankSettings;
 use zero_shard::Layout;
@@ -24,7 +25,6 @@ use super::exchange::StartExchange;
 use super::metrics_file::MetricsLines;
 use super::{event_files, line_file, report_folder};
 use crate::error::CliError;
-use crate::files::read_small;
 use crate::flags::DTypeFlag;
 use crate::settings::args::Output;
 use crate::settings::args::{DeviceChoice, TrainArgs};
@@ -516,13 +516,14 @@ pub(crate) fn recorded_device(args: &TrainArgs) -> Option<DeviceChoice> {
         .resume
         .as_ref()
         .filter(|_| args.device == DeviceChoice::Auto)?;
-    let latest = read_small(&dir.join("latest")).and_then(|bytes| String::from_utf8(bytes).ok());
+    let read = |path: &Path| files::read_text(path, SMALL_FILE_BYTES).ok();
+    let latest = read(&dir.join("latest"));
     let latest = latest
         .as_deref()
         .and_then(|line| line.split(' ').next())
         .filter(|name| !name.contains('/'));
     let checkpoint = latest.map_or_else(|| dir.clone(), |name| dir.join(name));
-    let document = serde_json::from_slice(&read_small(&checkpoint.join(RUN_JSON))?).ok()?;
+    let document = serde_json::from_str(&read(&checkpoint.join(RUN_JSON))?).ok()?;
     RunRecord::parse(document).ok().map(|record| record.device)
 }
 

@@ -1,9 +1,9 @@
 //! `zero train` with `autotuning` in its DeepSpeed configuration: tunes in place of training.
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 
 use super::measured::{Measurement, Metric, StepRows, TRIALS, document_text, measure, shell_line};
 use super::merge::merged;
@@ -110,7 +110,7 @@ fn run(
     user: &Value,
     given: &[String],
 ) -> Result<(), CliError> {
-    if launched_ranks(args) > 1 {
+    if launched_ranks(args)? > 1 {
         return Err(refused(
             "it starts the ranks of its trials itself: start one process",
         ));
@@ -260,15 +260,13 @@ fn write_optimal(folder: &Path, config: &Value) -> Result<PathBuf, CliError> {
         let failed = |error: std::io::Error| {
             CliError::Failure(format!("failed to write {}: {error}", path.display()))
         };
-        match std::fs::read_to_string(&path) {
-            Ok(found) if found == text => return Ok(path),
-            Ok(_) => {}
-            Err(error) if error.kind() == ErrorKind::InvalidData => {}
-            Err(error) if error.kind() == ErrorKind::NotFound => {
+        match files::read_if_present(&path, SMALL_FILE_BYTES).map_err(failed)? {
+            Some(found) if found == text.as_bytes() => return Ok(path),
+            Some(_) => {}
+            None => {
                 std::fs::write(&path, text).map_err(failed)?;
                 return Ok(path);
             }
-            Err(error) => return Err(failed(error)),
         }
     }
     Err(CliError::Failure(format!(

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use zero_ckpt::files;
 
 use super::outcome::Outcome;
 use crate::error::CliError;
@@ -17,6 +18,9 @@ use crate::error::CliError;
 const TRIALS: &str = "trials.jsonl";
 /// The file of the machine's figures there.
 const MACHINE: &str = "machine.toml";
+
+/// Longest file of trials.
+const TRIALS_BYTES: u64 = 1 << 30;
 
 /// The run of a trial: trials of one setup are interchangeable.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -74,12 +78,14 @@ impl ResultsFolder {
         }
 
         let file = path.join(TRIALS);
+        // Opening a pipe to append to it would wait for its reader.
+        files::read_if_present(&file, TRIALS_BYTES).map_err(|e| refused(&e))?;
         let opened = OpenOptions::new().append(true).create(true).open(&file);
         let opened = opened.map_err(|e| refused(&e))?;
         if let Err(TryLockError::WouldBlock) = opened.try_lock() {
             return Err(refused(&"another zero tune uses the folder"));
         }
-        let bytes = fs::read(&file).map_err(|e| refused(&e))?;
+        let bytes = files::read(&file, TRIALS_BYTES).map_err(|e| refused(&e))?;
         let (trials, valid_bytes) = parse(&bytes).map_err(|e| {
             refused(&format_args!(
                 "{TRIALS}: {e}; correct or remove the file, or choose another folder"

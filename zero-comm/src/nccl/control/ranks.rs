@@ -188,6 +188,16 @@ pub enum LaunchError {
         /// The number of ranks.
         world_size: usize,
     },
+    /// The local rank is not less than the number of ranks of the machine, or that number is larger
+    /// than the world.
+    #[error("{variable}={value} contradicts {limit_variable}={limit}")]
+    Contradiction {
+        variable: &'static str,
+        value: usize,
+        /// The variable that limits it.
+        limit_variable: &'static str,
+        limit: usize,
+    },
     /// The secret of `ZERO_TOKEN` can be guessed.
     #[error(
         "ZERO_TOKEN has {len} bytes; use at least 16, for example those of `openssl rand -hex 16`"
@@ -227,6 +237,53 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
                 value,
                 expected,
             })
+    }
+
+    /// Checks that no variable of a Slurm step is set, where the number of its tasks is not. A batch
+    /// script is process 0 of no step.
+    fn check_no_step(&self) -> Result<(), LaunchError> {
+        let process = self.number::<usize>("SLURM_PROCID", "a number")?;
+        let is_task = process.is_some_and(|process| process > 0);
+        let others = ["SLURM_STEP_ID", "SLURM_STEP_NODELIST"];
+        let set = others.into_iter().find(|name| self.text(name).is_some());
+        let present = if is_task { Some("SLURM_PROCID") } else { set };
+        match present {
+            Some(present) => Err(LaunchError::Missing {
+                present,
+                missing: "SLURM_STEP_NUM_TASKS",
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that the ranks of a machine are among all, and the local rank among them.
+    fn check_machine(
+        &self,
+        size_name: &'static str,
+        local_name: &'static str,
+        local_size_name: &'static str,
+    ) -> Result<(), LaunchError> {
+        let number = |name| self.number::<usize>(name, "a number");
+        let Some(local_size) = number(local_size_name)? else {
+            return Ok(());
+        };
+        if let Some(local) = number(local_name)?.filter(|local| *local >= local_size) {
+            return Err(LaunchError::Contradiction {
+                variable: local_name,
+                value: local,
+                limit_variable: local_size_name,
+                limit: local_size,
+            });
+        }
+        if let Some(size) = number(size_name)?.filter(|size| *size < local_size) {
+            return Err(LaunchError::Contradiction {
+                variable: local_size_name,
+                value: local_size,
+                limit_variable: size_name,
+                limit: size,
+            });
+        }
+        Ok(())
     }
 
     /// Reads the variables of rank, world size and local rank with these names. `host` and `port`
@@ -305,6 +362,7 @@ impl Ranks {
         let text = |name| vars.text(name).unwrap_or_default();
         if vars.text("RANK").is_some() || vars.text("WORLD_SIZE").is_some() {
             let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"];
+            vars.check_machine("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")?;
             let all_here = vars
                 .text("LOCAL_WORLD_SIZE")
                 .map(|local| Some(local) == vars.text("WORLD_SIZE"));
@@ -315,12 +373,15 @@ impl Ranks {
             return Ok(Some(ranks));
         }
 
-        if vars.text("OMPI_COMM_WORLD_RANK").is_some() {
+        if vars.text("OMPI_COMM_WORLD_RANK").is_some()
+            || vars.text("OMPI_COMM_WORLD_SIZE").is_some()
+        {
             let names = [
                 "OMPI_COMM_WORLD_RANK",
                 "OMPI_COMM_WORLD_SIZE",
                 "OMPI_COMM_WORLD_LOCAL_RANK",
             ];
+            vars.check_machine(names[1], names[2], "OMPI_COMM_WORLD_LOCAL_SIZE")?;
             let all_here =
                 vars.text("OMPI_COMM_WORLD_LOCAL_SIZE") == vars.text("OMPI_COMM_WORLD_SIZE");
             let host = all_here.then(|| "127.0.0.1".to_owned());
@@ -330,10 +391,11 @@ impl Ranks {
                 .map(Some);
         }
 
-        if vars
-            .number::<usize>("SLURM_STEP_NUM_TASKS", "a number")?
-            .is_some_and(|tasks| tasks > 1)
-        {
+        let tasks = vars.number::<usize>("SLURM_STEP_NUM_TASKS", "a number")?;
+        if tasks.is_none() {
+            vars.check_no_step()?;
+        }
+        if tasks.is_some_and(|tasks| tasks != 1) {
             let names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"];
             let port = derived_port(&format!(
                 "{}.{}",
@@ -484,6 +546,7 @@ mod tests {
         assert!(DERIVED_PORTS.contains(&ranks.port));
         // On several machines, the address of rank 0 must be set.
         let spread = with(&OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "2");
+        let spread = with(&spread, "OMPI_COMM_WORLD_LOCAL_RANK", "1");
         let missing = LaunchError::Missing {
             present: "OMPI_COMM_WORLD_RANK",
             missing: "MASTER_ADDR",
@@ -523,6 +586,75 @@ mod tests {
     }
 
     #[test]
+    fn half_set_or_contradicting_variables_are_errors() {
+        let without = |base: &[(&'static str, &'static str)], gone: &str| {
+            let rest = base.iter().filter(|(name, _)| *name != gone);
+            rest.copied().collect::<Vec<_>>()
+        };
+        let local_size = "LOCAL_WORLD_SIZE";
+        for (variables, expected) in [
+            (
+                without(&TORCHRUN, "WORLD_SIZE"),
+                "RANK is set, but WORLD_SIZE",
+            ),
+            (without(&TORCHRUN, "RANK"), "WORLD_SIZE is set, but RANK"),
+            (without(&TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR"),
+            (
+                with(&TORCHRUN, "WORLD_SIZE", "5"),
+                "RANK=5, but there are 5",
+            ),
+            (
+                with(&TORCHRUN, "WORLD_SIZE", "0"),
+                "RANK=5, but there are 0",
+            ),
+            (with(&TORCHRUN, "RANK", "-1"), "RANK=-1: expected a number"),
+            (with(&TORCHRUN, "LOCAL_RANK", "x"), "LOCAL_RANK=x: expected"),
+            (
+                with(&TORCHRUN, local_size, "x"),
+                "LOCAL_WORLD_SIZE=x: expected",
+            ),
+            (
+                with(&TORCHRUN, local_size, "1"),
+                "LOCAL_RANK=1 contradicts LOCAL_WORLD_SIZE=1",
+            ),
+            (
+                with(&TORCHRUN, local_size, "9"),
+                "LOCAL_WORLD_SIZE=9 contradicts WORLD_SIZE=8",
+            ),
+            (
+                without(&OPEN_MPI, "OMPI_COMM_WORLD_RANK"),
+                "OMPI_COMM_WORLD_SIZE is set, but OMPI_COMM_WORLD_RANK",
+            ),
+            (
+                without(&OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
+                "OMPI_COMM_WORLD_RANK is set, but OMPI_COMM_WORLD_SIZE",
+            ),
+            (
+                with(&OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+                "OMPI_COMM_WORLD_LOCAL_RANK=3 contradicts OMPI_COMM_WORLD_LOCAL_SIZE=2",
+            ),
+            (without(&SLURM, "SLURM_PROCID"), "SLURM_PROCID is not"),
+            (
+                without(&SLURM, "SLURM_STEP_NUM_TASKS"),
+                "SLURM_STEP_NUM_TASKS is not",
+            ),
+            (vec![("SLURM_PROCID", "1")], "SLURM_STEP_NUM_TASKS is not"),
+            (vec![("SLURM_STEP_ID", "0")], "SLURM_STEP_NUM_TASKS is not"),
+            (
+                with(&SLURM, "SLURM_STEP_NUM_TASKS", "two"),
+                "SLURM_STEP_NUM_TASKS=two",
+            ),
+            (
+                with(&SLURM, "SLURM_STEP_NUM_TASKS", "0"),
+                "there are 0 ranks",
+            ),
+        ] {
+            let error = parse(&variables).unwrap_err().to_string();
+            assert!(error.contains(expected), "{variables:?}: {error}");
+        }
+    }
+
+    #[test]
     fn machines_of_the_ranks() {
         let one_machine =
             |variables: &[(&str, &str)]| parse(variables).unwrap().unwrap().one_machine;
@@ -556,6 +688,7 @@ mod tests {
         )));
         assert!(one_machine(&OPEN_MPI));
         let spread = with(&OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE", "2");
+        let spread = with(&spread, "OMPI_COMM_WORLD_LOCAL_RANK", "1");
         assert!(!one_machine(&with(&spread, "MASTER_ADDR", "a")));
         assert!(!one_machine(&SLURM) && !one_machine(&with(&SLURM, "SLURM_STEP_NUM_NODES", "2")));
         assert!(one_machine(&with(&SLURM, "SLURM_STEP_NUM_NODES", "1")));

@@ -7,7 +7,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use zero_models::hf::companions::end_tokens_in;
 
 use super::line::Line;
-use super::template::{ChatTemplate, Rendered, special_tokens};
+use super::renderer::Renderer;
+use super::template::{Rendered, special_tokens};
 use crate::data::{DataError, TextTokenizer};
 
 /// The end token of GPT-2, whose folders may not name it.
@@ -40,7 +41,7 @@ impl EncoderSource {
 /// Makes tokens of examples.
 pub(super) struct Encoder {
     tokenizer: Option<TextTokenizer>,
-    template: Option<ChatTemplate>,
+    template: Option<Renderer>,
     /// The token that ends a text or a completion.
     pub(super) end: Option<u32>,
 }
@@ -73,23 +74,23 @@ impl Encoder {
         let mut template = None;
         for dir in &dirs {
             if template.is_none() {
-                template = ChatTemplate::open(dir, source.now)?;
+                template = Renderer::open(dir, source.now)?;
             }
         }
 
-        let named = dirs
-            .iter()
-            .find_map(|dir| special_tokens(dir).remove("eos_token"));
-        let named = named.as_deref().or(Some(GPT2_END));
-        let named = named
-            .zip(tokenizer.as_ref())
-            .and_then(|(name, tokenizer)| tokenizer.token(name));
-        let configured = || {
-            dirs.iter()
-                .find_map(|dir| end_tokens_in(dir).first().copied())
-        };
+        let mut named = None;
+        let mut configured = None;
+        for dir in &dirs {
+            named = named.or(special_tokens(dir)?.remove("eos_token"));
+            let ends = end_tokens_in(dir).map_err(DataError::Folder)?;
+            configured = configured.or(ends.first().copied());
+        }
+        let named = named.as_deref().unwrap_or(GPT2_END);
+        let named = tokenizer
+            .as_ref()
+            .and_then(|tokenizer| tokenizer.token(named));
         Ok(Self {
-            end: source.end.or(named).or_else(configured),
+            end: source.end.or(named).or(configured),
             template,
             tokenizer,
         })

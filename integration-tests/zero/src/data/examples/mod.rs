@@ -14,6 +14,7 @@ mod epochs;
 mod line;
 #[cfg(feature = "parquet")]
 mod parquet;
+mod renderer;
 mod rows;
 mod source;
 mod template;
@@ -31,6 +32,7 @@ use zero_trainer::IGNORED;
 
 pub(crate) use encode::EncoderSource;
 pub(crate) use line::Form;
+pub use renderer::{render_apart, serve_templates};
 pub(crate) use rows::ExampleRows;
 pub(crate) use training::RowOptions;
 pub use training::TrainingData;

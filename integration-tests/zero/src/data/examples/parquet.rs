@@ -1,6 +1,5 @@
 //! Rows of a parquet file as lines of JSON, so that they are read as those of JSONL files are.
 
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -9,6 +8,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, List, Row};
 use parquet::schema::types::Type;
 use serde_json::{Map, Value};
+use zero_ckpt::files;
 
 use super::line::{KEYS, Lines};
 use crate::data::DataError;
@@ -19,7 +19,7 @@ use crate::data::DataError;
 /// # Errors
 /// The file is not parquet, or has no such column. An item is an error if a page cannot be read.
 pub(super) fn lines(path: &Path) -> Result<Lines, DataError> {
-    let file = File::open(path).map_err(|source| DataError::Read {
+    let (file, _) = files::open(path).map_err(|source| DataError::Read {
         path: path.to_owned(),
         source,
     })?;

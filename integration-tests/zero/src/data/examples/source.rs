@@ -1,6 +1,6 @@
 //! The files of examples: lines of JSON, and rows of parquet as such lines.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
@@ -95,13 +95,13 @@ pub(super) fn lines(path: &Path) -> Result<Lines, DataError> {
 }
 
 fn json_lines(path: &Path) -> Result<Lines, DataError> {
-    let opened = File::open(path);
+    let opened = zero_ckpt::files::open(path);
     let path = path.to_owned();
     let failed = move |source| DataError::Read {
         path: path.clone(),
         source,
     };
-    let file = opened.map_err(&failed)?;
+    let (file, _) = opened.map_err(&failed)?;
     let lines = BufReader::new(file).lines();
     Ok(Box::new(lines.map(move |line| line.map_err(&failed))))
 }

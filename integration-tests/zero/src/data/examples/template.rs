@@ -9,16 +9,18 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, Error, ErrorKind, context};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::ser::{Formatter, PrettyFormatter};
+use zero_ckpt::files::{self, SMALL_FILE_BYTES};
+use zero_models::hf::companions::read_json;
 
 use super::line::is_assistant;
+use super::renderer;
 use crate::data::DataError;
 
 /// Marks of the begin and the end of a generation block: characters that no text has.
@@ -43,17 +45,58 @@ impl fmt::Debug for ChatTemplate {
 }
 
 /// A rendered conversation, and the bytes of it that are trained.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Rendered {
     pub(super) text: String,
     pub(super) spans: Vec<Range<usize>>,
 }
 
+/// A template, and all that its rendering depends on besides the messages.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct TemplateSource {
+    /// The file, for messages.
+    pub(super) path: PathBuf,
+    text: String,
+    special_tokens: SpecialTokens,
+    /// The time of `strftime_now`, in seconds.
+    now: i64,
+}
+
+impl TemplateSource {
+    /// Reads the template of a folder, if it has one.
+    ///
+    /// # Errors
+    /// A file that may hold it is there and cannot be used.
+    pub(super) fn read(dir: &Path, now: i64) -> Result<Option<Self>, DataError> {
+        let Some((path, text)) = template_text(dir)? else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            path,
+            text,
+            special_tokens: special_tokens(dir)?,
+            now,
+        }))
+    }
+
+    /// Compiles the template.
+    ///
+    /// # Errors
+    /// The template is not valid.
+    pub(super) fn compile(self) -> Result<ChatTemplate, DataError> {
+        ChatTemplate::new(self.path, &self.text, self.special_tokens, self.now)
+    }
+}
+
 /// The special tokens in `tokenizer_config.json`, or in `special_tokens_map.json`.
-pub(super) fn special_tokens(dir: &Path) -> SpecialTokens {
+///
+/// # Errors
+/// One of them is there and cannot be used.
+pub(super) fn special_tokens(dir: &Path) -> Result<SpecialTokens, DataError> {
     let mut found = SpecialTokens::new();
     for name in ["special_tokens_map.json", "tokenizer_config.json"] {
-        let Some(serde_json::Value::Object(fields)) = read_json(&dir.join(name)) else {
+        let config = read_json(&dir.join(name)).map_err(DataError::Folder)?;
+        let Some(serde_json::Value::Object(fields)) = config else {
             continue;
         };
         for (key, value) in fields {
@@ -63,22 +106,23 @@ pub(super) fn special_tokens(dir: &Path) -> SpecialTokens {
             }
         }
     }
-    found
+    Ok(found)
 }
 
-fn read_json(path: &Path) -> Option<serde_json::Value> {
-    serde_json::from_str(&fs::read_to_string(path).ok()?).ok()
-}
-
-/// The source of a folder's template, and its file.
-fn source(dir: &Path) -> Option<(PathBuf, String)> {
+/// The text of a folder's template, and its file.
+fn template_text(dir: &Path) -> Result<Option<(PathBuf, String)>, DataError> {
     let path = dir.join("chat_template.jinja");
-    if let Ok(text) = fs::read_to_string(&path) {
-        return Some((path, text));
+    let text = files::read_text_if_present(&path, SMALL_FILE_BYTES);
+    let text = text.map_err(|source| DataError::Read {
+        path: path.clone(),
+        source,
+    })?;
+    if let Some(text) = text {
+        return Ok(Some((path, text)));
     }
     for name in ["tokenizer_config.json", "chat_template.json"] {
         let path = dir.join(name);
-        let Some(config) = read_json(&path) else {
+        let Some(config) = read_json(&path).map_err(DataError::Folder)? else {
             continue;
         };
         let text = match &config["chat_template"] {
@@ -91,25 +135,13 @@ fn source(dir: &Path) -> Option<(PathBuf, String)> {
             _ => None,
         };
         if let Some(text) = text {
-            return Some((path, text));
+            return Ok(Some((path, text)));
         }
     }
-    None
+    Ok(None)
 }
 
 impl ChatTemplate {
-    /// Opens the template of a folder, if it has one; `now` is the time of `strftime_now`, in
-    /// seconds.
-    ///
-    /// # Errors
-    /// The template is not valid.
-    pub(super) fn open(dir: &Path, now: i64) -> Result<Option<Self>, DataError> {
-        let Some((path, text)) = source(dir) else {
-            return Ok(None);
-        };
-        Self::new(path, &text, special_tokens(dir), now).map(Some)
-    }
-
     /// The template `text` of the file `path`.
     pub(super) fn new(
         path: PathBuf,
@@ -134,6 +166,8 @@ impl ChatTemplate {
     }
 
     /// Renders messages. The error is the template's own, or minijinja's.
+    ///
+    /// A template is a program, which may never end and take any memory; see [`super::renderer`].
     pub(super) fn text(
         &self,
         messages: &[Value],
@@ -143,6 +177,7 @@ impl ChatTemplate {
         let documents = Value::from(());
         let given = context! { messages, tools, documents, add_generation_prompt };
         let special_tokens = Value::from_serialize(&self.special_tokens);
+        renderer::start_of_rendering();
         let template = self.environment.get_template("chat");
         let text = template.and_then(|chat| chat.render(context! { ..given, ..special_tokens }));
         text.map_err(|error| {

@@ -18,12 +18,10 @@
 //! token. A tokenizer may have more tokens than the model; a text with one of them is
 //! [`DataError::OutsideVocabulary`].
 
-use std::fs;
 use std::path::Path;
 
 use indicatif::HumanCount;
-use serde_json::Value;
-use zero_models::hf::companions::end_tokens_of;
+use zero_models::hf::companions::end_tokens_in_file;
 use zero_models::hf::tokenizer_files::tokenizer_in;
 
 use super::TextTokenizer;
@@ -40,7 +38,8 @@ pub(crate) fn check_tokenizer(
     vocab_size: usize,
 ) -> Result<Option<String>, DataError> {
     let given = TextTokenizer::open(tokenizer)?;
-    let own = folder.and_then(tokenizer_in);
+    let own = folder.map_or(Ok(None), tokenizer_in);
+    let own = own.map_err(DataError::Folder)?;
     if let Some(own) = own.filter(|own| !is_same(own, given.folder())) {
         compare(&given, &TextTokenizer::open(&own)?, folder)?;
     } else if let Some(folder) = folder.filter(|folder| !is_same(folder, given.folder())) {
@@ -78,7 +77,7 @@ fn compare(
     own: &TextTokenizer,
     folder: Option<&Path>,
 ) -> Result<(), DataError> {
-    let ends = folder.map(config_ends).unwrap_or_default();
+    let ends = folder.map_or_else(|| Ok(Vec::new()), config_ends)?;
     let common = given.inner.get_vocab_size(true);
     let common = common.min(own.inner.get_vocab_size(true)) as u32;
     let differs = |token: &u32| given.inner.id_to_token(*token) != own.inner.id_to_token(*token);
@@ -99,8 +98,8 @@ fn compare(
 
 /// Compares the end tokens that the folder of the weights and that of the tokenizer name.
 fn compare_ends(given: &TextTokenizer, folder: &Path) -> Result<(), DataError> {
-    let ends = config_ends(folder);
-    let Some(end) = given.named_token(given.folder(), "eos_token") else {
+    let ends = config_ends(folder)?;
+    let Some(end) = given.named_token(given.folder(), "eos_token")? else {
         return Ok(());
     };
     let is_known = ends.iter().any(|id| *id == end || given.is_special(*id));
@@ -116,10 +115,9 @@ fn compare_ends(given: &TextTokenizer, folder: &Path) -> Result<(), DataError> {
 }
 
 /// The end tokens of `config.json`, of which a tokenizer may have added more.
-fn config_ends(folder: &Path) -> Vec<u32> {
-    let text = fs::read_to_string(folder.join("config.json")).ok();
-    let config: Option<Value> = text.and_then(|text| serde_json::from_str(&text).ok());
-    config.as_ref().and_then(end_tokens_of).unwrap_or_default()
+fn config_ends(folder: &Path) -> Result<Vec<u32>, DataError> {
+    let ends = end_tokens_in_file(&folder.join("config.json"));
+    Ok(ends.map_err(DataError::Folder)?.unwrap_or_default())
 }
 
 impl TextTokenizer {
@@ -139,7 +137,9 @@ impl TextTokenizer {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use std::fs;
+
+    use serde_json::{Value, json};
     use tempfile::TempDir;
 
     use super::*;

@@ -4,6 +4,8 @@
 //! text ([`rules`]): a part is split into words ([`words`]), and the tokens of a word are looked up
 //! or made by the model ([`encoder`]).
 
+mod charsmap;
+mod check;
 mod encoder;
 mod fit;
 mod rules;
@@ -13,16 +15,21 @@ pub(super) mod stream;
 mod tests;
 mod words;
 
+use std::any::Any;
+use std::collections::HashMap;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use crc_fast::{CrcAlgorithm, Digest};
-use tokenizers::models::bpe::BPE;
+use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer};
-use zero_models::hf::tokenizer_files::{GPT2_FILES, TOKENIZER_FILE, gpt2_files};
+use zero_ckpt::files;
+use zero_models::hf::tokenizer_files::{GPT2_FILES, TOKENIZER_FILE, gpt2_files, is_present};
 
 use super::DataError;
+use check::{Parts, check_model};
 use encoder::NamedTokens;
 pub(crate) use fit::check_tokenizer;
 use rules::Rules;
@@ -31,10 +38,24 @@ pub(super) use special::DocumentEnds;
 /// GPT-2's only special token.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
-/// The byte-level BPE of GPT-2.
-fn gpt2(vocab: &Path, merges: &Path) -> tokenizers::Result<Tokenizer> {
-    let bpe =
-        BPE::from_file(&vocab.display().to_string(), &merges.display().to_string()).build()?;
+/// Longest file of a tokenizer. That of Gemma 3, with 262,144 tokens, has 33 MB.
+const TOKENIZER_BYTES: u64 = 64 << 20;
+
+/// The byte-level BPE of GPT-2, of the texts of its two files.
+fn gpt2(vocab: &str, merges: &str) -> tokenizers::Result<Tokenizer> {
+    let vocab: HashMap<String, u32> = serde_json::from_str(vocab)?;
+    let lines = merges.lines().filter(|line| !line.starts_with("#version"));
+    let merges = lines.filter(|line| !line.is_empty()).map(|line| {
+        let pair = line
+            .split_once(' ')
+            .filter(|(_, right)| !right.contains(' '));
+        let (left, right) = pair.ok_or_else(|| format!("the merge {line:?} is not two tokens"))?;
+        Ok((left.to_owned(), right.to_owned()))
+    });
+    let merges = merges.collect::<Result<Vec<_>, String>>()?;
+    let bpe = BPE::builder()
+        .vocab_and_merges(vocab.into_iter().collect::<Vocab>(), merges)
+        .build()?;
     let mut tokenizer = Tokenizer::new(bpe);
     tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
     tokenizer.with_decoder(Some(ByteLevel::new(false, true, true)));
@@ -58,20 +79,23 @@ impl TokenizerFiles {
             message: message.to_owned(),
         };
 
-        if !path.exists() {
+        if !is_present(path).map_err(DataError::Folder)? {
             return Err(DataError::Missing {
                 path: path.to_owned(),
             });
         }
 
-        let pair = |dir: &Path| gpt2_files(dir).map(|(vocab, merges)| Self::Gpt2 { vocab, merges });
+        let pair = |dir: &Path| {
+            let files = gpt2_files(dir).map_err(DataError::Folder)?;
+            Ok(files.map(|(vocab, merges)| Self::Gpt2 { vocab, merges }))
+        };
 
         if path.is_dir() {
             let json = path.join(TOKENIZER_FILE);
-            let found = if json.is_file() {
+            let found = if is_present(&json).map_err(DataError::Folder)? {
                 Some(Self::Json(json))
             } else {
-                pair(path)
+                pair(path)?
             };
             return found.ok_or_else(|| {
                 error("the folder has neither tokenizer.json nor vocab.json and merges.txt")
@@ -83,11 +107,45 @@ impl TokenizerFiles {
             .iter()
             .any(|name| path.ends_with(name))
         {
-            let found = path.parent().and_then(pair);
+            let found = path.parent().map_or(Ok(None), pair)?;
             return found
                 .ok_or_else(|| error("vocab.json and merges.txt must be in the same folder"));
         }
         Ok(Self::Json(path.to_owned()))
+    }
+
+    /// Reads the files and makes the tokenizer of them.
+    fn open(&self) -> Result<Tokenizer, DataError> {
+        let mut texts = Vec::new();
+        for file in self.paths() {
+            let text = files::read_text(file, TOKENIZER_BYTES);
+            texts.push(text.map_err(|source| DataError::Read {
+                path: file.to_owned(),
+                source,
+            })?);
+        }
+        let loaded = match &texts[..] {
+            [vocab, merges] => caught(|| Ok(gpt2(vocab, merges)?)),
+            texts => caught(|| {
+                let text = texts.concat();
+                let text = text.trim_start_matches('\u{feff}');
+                let parts: Parts = serde_json::from_str(text)?;
+                parts.check()?;
+                text.parse()
+            }),
+        };
+        let loaded = loaded.and_then(|tokenizer| {
+            check_model(&tokenizer)?;
+            probe(&tokenizer)?;
+            Ok(tokenizer)
+        });
+        loaded.map_err(|error| DataError::Tokenizer {
+            path: self.paths()[0].to_owned(),
+            message: format!(
+                "not a tokenizer that can be used: {}",
+                one_line(&error.to_string())
+            ),
+        })
     }
 
     fn paths(&self) -> Vec<&Path> {
@@ -105,7 +163,7 @@ impl TokenizerFiles {
 pub fn tokenizer_checksum(path: &Path) -> Result<u64, DataError> {
     let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
     for file in TokenizerFiles::find(path)?.paths() {
-        let bytes = std::fs::read(file).map_err(|source| DataError::Read {
+        let bytes = files::read(file, TOKENIZER_BYTES).map_err(|source| DataError::Read {
             path: file.to_owned(),
             source,
         })?;
@@ -126,15 +184,12 @@ pub(crate) struct TextTokenizer {
 
 impl TextTokenizer {
     pub(crate) fn open(path: &Path) -> Result<Self, DataError> {
-        let opened = match TokenizerFiles::find(path)? {
-            TokenizerFiles::Json(file) => Tokenizer::from_file(file),
-            TokenizerFiles::Gpt2 { vocab, merges } => gpt2(&vocab, &merges),
-        };
-        let invalid = |e: tokenizers::Error| DataError::Tokenizer {
+        let opened = TokenizerFiles::find(path)?.open()?;
+        let made = caught(|| Self::of(path, opened));
+        made.map_err(|e| DataError::Tokenizer {
             path: path.to_owned(),
             message: format!("not a tokenizer: {}", one_line(&e.to_string())),
-        };
-        Self::of(path, opened.map_err(invalid)?).map_err(invalid)
+        })
     }
 
     fn of(path: &Path, mut inner: Tokenizer) -> tokenizers::Result<Self> {
@@ -157,7 +212,7 @@ impl TextTokenizer {
     /// The tokens of a prompt, with the special tokens that the tokenizer's file puts around a
     /// text.
     pub(crate) fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, DataError> {
-        let encoding = self.inner.encode_fast(text, true);
+        let encoding = caught(|| self.inner.encode_fast(text, true));
         let encoding = encoding.map_err(|e| self.error("failed to tokenize the prompt", &e))?;
         Ok(encoding.get_ids().to_vec())
     }
@@ -167,7 +222,7 @@ impl TextTokenizer {
         &self,
         text: &str,
     ) -> Result<(Vec<u32>, Vec<Range<usize>>), DataError> {
-        let encoding = self.inner.encode(text, false);
+        let encoding = caught(|| self.inner.encode(text, false));
         let encoding = encoding.map_err(|e| self.error("failed to tokenize the text", &e))?;
         let places = encoding.get_offsets().iter();
         let places = places.map(|&(start, end)| start..end).collect();
@@ -181,7 +236,7 @@ impl TextTokenizer {
 
     /// The text of tokens, special ones included.
     pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
-        let text = self.inner.decode(tokens, false);
+        let text = caught(|| self.inner.decode(tokens, false));
         text.map_err(|e| self.error("failed to decode tokens", &e))
     }
 
@@ -195,6 +250,36 @@ impl TextTokenizer {
             message: format!("{doing}: {}", one_line(&error.to_string())),
         }
     }
+}
+
+/// Calls the library; a panic there becomes an error. After it the tokenizer is not used any more.
+fn caught<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
+    let failed = |panic: Box<dyn Any + Send>| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+        let text = text.unwrap_or("without a message");
+        Err(format!("its rules make the tokenizers library panic ({text})").into())
+    };
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(failed)
+}
+
+/// Tokenizes and decodes a text that most rules apply to, to find those that panic. Not an error: a
+/// tokenizer that rejects the text, since it may be made for another alphabet.
+fn probe(tokenizer: &Tokenizer) -> tokenizers::Result<()> {
+    let ascii: String = (' '..='~').collect();
+    let long = "a".repeat(600);
+    let text = format!("{ascii}\t\r\n\n  Größe, cafe\u{301}, 漢字 and 🦀: 12.5 ﷺ don't {long} ");
+    for special in [false, true] {
+        let ends = caught(|| {
+            let Ok(encoding) = tokenizer.encode(text.as_str(), special) else {
+                return Ok(());
+            };
+            let _decoded = tokenizer.decode(encoding.get_ids(), false);
+            Ok(())
+        });
+        ends?;
+    }
+    Ok(())
 }
 
 fn one_line(message: &str) -> String {

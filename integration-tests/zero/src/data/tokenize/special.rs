@@ -1,12 +1,11 @@
 //! The tokens at the two ends of a document.
 
-use std::fs;
 use std::path::Path;
 
-use serde_json::Value;
-use zero_models::hf::companions::end_tokens_in;
+use zero_models::hf::companions::{end_tokens_in, read_json};
 
-use super::{END_OF_TEXT, TextTokenizer};
+use super::{END_OF_TEXT, TextTokenizer, caught};
+use crate::data::DataError;
 
 /// The tokens before and after each document.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -20,18 +19,21 @@ pub(in crate::data) struct DocumentEnds {
 impl TextTokenizer {
     /// The ends of documents: by the post-processor, and if `separate` with the end token of
     /// [`Self::end_token`] behind each.
-    pub(in crate::data) fn document_ends(&self, separate: bool) -> DocumentEnds {
+    ///
+    /// # Errors
+    /// A file that may name the end token cannot be used.
+    pub(in crate::data) fn document_ends(&self, separate: bool) -> Result<DocumentEnds, DataError> {
         let mut ends = self.processed_ends().unwrap_or_default();
-        let end = self.end_token().filter(|_| separate);
+        let end = if separate { self.end_token()? } else { None };
         if let Some(end) = end.filter(|end| ends.after.last() != Some(end)) {
             ends.after.push(end);
         }
-        ends
+        Ok(ends)
     }
 
     /// What the post-processor adds to a text.
     fn processed_ends(&self) -> Option<DocumentEnds> {
-        let tokens = |special| self.inner.encode_fast("a", special).ok();
+        let tokens = |special| caught(|| self.inner.encode_fast("a", special)).ok();
         let (plain, processed) = (tokens(false)?, tokens(true)?);
         let (plain, processed) = (plain.get_ids(), processed.get_ids());
         let mut places = 0..=processed.len().checked_sub(plain.len())?;
@@ -44,12 +46,15 @@ impl TextTokenizer {
 
     /// The token that ends a document: that which `tokenizer_config.json` beside the tokenizer
     /// names, or else `generation_config.json` or `config.json`, or else GPT-2's.
-    fn end_token(&self) -> Option<u32> {
+    fn end_token(&self) -> Result<Option<u32>, DataError> {
         let dir = self.folder();
-        self.named_token(dir, "eos_token")
-            .or_else(|| end_tokens_in(dir).first().copied())
-            .filter(|token| self.inner.id_to_token(*token).is_some())
-            .or_else(|| self.token(END_OF_TEXT))
+        let mut end = self.named_token(dir, "eos_token")?;
+        if end.is_none() {
+            let ends = end_tokens_in(dir).map_err(DataError::Folder)?;
+            end = ends.first().copied();
+        }
+        let known = end.filter(|token| self.inner.id_to_token(*token).is_some());
+        Ok(known.or_else(|| self.token(END_OF_TEXT)))
     }
 
     /// The folder of the tokenizer.
@@ -61,10 +66,16 @@ impl TextTokenizer {
     }
 
     /// A token of `tokenizer_config.json`: its text, or an object with it.
-    pub(super) fn named_token(&self, dir: &Path, key: &str) -> Option<u32> {
-        let text = fs::read_to_string(dir.join("tokenizer_config.json")).ok()?;
-        let config: Value = serde_json::from_str(&text).ok()?;
+    ///
+    /// # Errors
+    /// The file is there and cannot be used.
+    pub(super) fn named_token(&self, dir: &Path, key: &str) -> Result<Option<u32>, DataError> {
+        let config = read_json(&dir.join("tokenizer_config.json")).map_err(DataError::Folder)?;
+        let Some(config) = config else {
+            return Ok(None);
+        };
         let token = &config[key];
-        self.token(token.as_str().or_else(|| token["content"].as_str())?)
+        let text = token.as_str().or_else(|| token["content"].as_str());
+        Ok(text.and_then(|text| self.token(text)))
     }
 }

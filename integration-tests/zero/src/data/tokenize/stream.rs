@@ -13,7 +13,7 @@ use std::thread;
 
 use super::encoder::{Encoder, Failed};
 use super::special::DocumentEnds;
-use super::{DataError, TextTokenizer};
+use super::{DataError, TextTokenizer, caught};
 
 /// Approximate bytes of a batch.
 const BATCH_BYTES: usize = 1 << 18;
@@ -171,9 +171,11 @@ impl TextTokenizer {
             if piece.starts {
                 out.tokens.extend_from_slice(&ends.before);
             }
-            encoder
-                .encode(&piece.text, piece.starts, &mut out.tokens)
-                .map_err(|Failed(error)| self.file_error(&piece.file, &error))?;
+            let encoded = caught(|| {
+                let encoded = encoder.encode(&piece.text, piece.starts, &mut out.tokens);
+                encoded.map_err(|Failed(error)| error)
+            });
+            encoded.map_err(|error| self.file_error(&piece.file, &error))?;
             if piece.ends {
                 out.tokens.extend_from_slice(&ends.after);
             }

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
+use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_shard::ZeroStage;
 use zero_simulator::{
     Cluster, Efficiencies, Machine, MachineError, Step, from_text, likely_range, to_text,
@@ -146,7 +147,8 @@ pub(crate) fn cluster(value: &str) -> Result<Cluster, CliError> {
     let find = |name: &str| match machine {
         Some(machine) => Ok(machine),
         None if is_file => {
-            let text = std::fs::read_to_string(name).map_err(|source| MachineError::Read {
+            let text = files::read_text(Path::new(name), SMALL_FILE_BYTES);
+            let text = text.map_err(|source| MachineError::Read {
                 file: name.to_owned(),
                 source,
             })?;
@@ -328,7 +330,7 @@ fn bound(step: &Step, on_host: bool) -> &'static str {
 
 fn read(path: &Path) -> Result<Calibration, CliError> {
     let shown = path.display();
-    let text = std::fs::read_to_string(path)
+    let text = files::read_text(path, SMALL_FILE_BYTES)
         .map_err(|error| CliError::Usage(format!("--efficiencies {shown}: {error}")))?;
     from_text(&text, &shown.to_string()).map_err(|error| {
         CliError::Usage(format!(

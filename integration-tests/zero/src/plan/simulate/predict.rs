@@ -3,8 +3,10 @@
 use std::path::Path;
 
 use clap::ValueEnum;
+use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_simulator::{
-    Efficiencies, Errors, Fit, Row, SimulatedRow, Table, calibration_rows, errors_table, fit,
+    Efficiencies, Errors, Fit, Row, RowsError, SimulatedRow, Table, calibration_rows, errors_table,
+    fit,
 };
 
 use super::{Calibration, SimulateArgs};
@@ -88,6 +90,17 @@ fn same(a: &Row, b: &Row) -> bool {
     without_line(a) == without_line(b)
 }
 
+fn table(path: &Path) -> Result<Table, CliError> {
+    let file = path.display().to_string();
+    let text = files::read_text(path, SMALL_FILE_BYTES);
+    let text = text.map_err(|source| RowsError::Read {
+        file: file.clone(),
+        source,
+    });
+    text.and_then(|text| Table::parse(&text, &file))
+        .map_err(CliError::usage)
+}
+
 /// Prints the predicted table, and the errors of its measured rows.
 pub(super) fn run(args: &SimulateArgs) -> Result<(), CliError> {
     let ([calibrate], [predict]) = (&args.calibrate[..], &args.predict[..]) else {
@@ -95,8 +108,8 @@ pub(super) fn run(args: &SimulateArgs) -> Result<(), CliError> {
             "--calibrate and --predict with tables: one file each".to_owned(),
         ));
     };
-    let known = Table::read(calibrate).map_err(CliError::usage)?;
-    let table = Table::read(predict).map_err(CliError::usage)?;
+    let known = table(calibrate)?;
+    let table = table(predict)?;
     check_one_group(calibrate, &known.rows)?;
     let simulated = all(&known.rows)?;
     let used = used(&known.rows, args.rows)?;

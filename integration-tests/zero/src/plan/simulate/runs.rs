@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
+use zero_ckpt::files;
 use zero_shard::ZeroStage;
 use zero_simulator::{Cluster, Efficiencies, fit};
 
@@ -90,6 +91,9 @@ fn hardware(args: &SimulateArgs) -> Result<Cluster, CliError> {
     }
 }
 
+/// Longest file of metrics or of a trace.
+pub(super) const METRICS_BYTES: u64 = 1 << 30;
+
 /// The runs of some files.
 fn read(flag: &str, paths: &[PathBuf], cluster: &Cluster) -> Result<Vec<MeasuredRun>, CliError> {
     let mut runs = Vec::new();
@@ -97,7 +101,7 @@ fn read(flag: &str, paths: &[PathBuf], cluster: &Cluster) -> Result<Vec<Measured
         let error = |what: &dyn std::fmt::Display| {
             CliError::Usage(format!("{flag} {}: {what}", path.display()))
         };
-        let text = std::fs::read_to_string(path).map_err(|e| error(&e))?;
+        let text = files::read_text(path, METRICS_BYTES).map_err(|e| error(&e))?;
         let before = runs.len();
         for run in measured_steps(&text).map_err(|e| error(&e))? {
             let mut seconds = run.step_s;

@@ -4,9 +4,11 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use zero_alloc::host::OpSpan;
+use zero_ckpt::files;
 use zero_shard::ZeroStage;
 
 use super::SimulatedOn;
+use super::runs::METRICS_BYTES;
 use crate::error::CliError;
 use crate::plan::{Report, Request};
 
@@ -63,7 +65,7 @@ fn measured(path: &Path) -> Result<Vec<Value>, CliError> {
             path.display()
         ))
     };
-    let text = std::fs::read_to_string(path).map_err(|e| error(&e))?;
+    let text = files::read_text(path, METRICS_BYTES).map_err(|e| error(&e))?;
     let trace: Value = serde_json::from_str(&text).map_err(|e| error(&e))?;
     let events = trace.get("traceEvents").unwrap_or(&trace).as_array();
     let mut events = events.cloned().ok_or_else(|| error(&"no list of events"))?;
