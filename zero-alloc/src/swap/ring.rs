@@ -141,7 +141,7 @@ impl<D: Device> SwapRing<D> {
     /// A part in a buffer, for operations on `stream`, which waits for it.
     ///
     /// # Errors
-    /// A stream is closed.
+    /// A stream is closed, or `stream` is of another device than the ring.
     ///
     /// # Panics
     /// There is no such part.
@@ -151,6 +151,7 @@ impl<D: Device> SwapRing<D> {
         part: usize,
         access: SwapAccess,
     ) -> Result<Held<'_, D>, DeviceError> {
+        self.device.check_stream("SwapRing::acquire", stream)?;
         let bytes = self.parts.part_bytes(part);
         let last = Content {
             part,
@@ -185,7 +186,7 @@ impl<D: Device> SwapRing<D> {
     /// The bytes `range` of a part in a buffer, for operations on `stream` that read them.
     ///
     /// # Errors
-    /// A stream is closed.
+    /// A stream is closed, or `stream` is of another device than the ring.
     ///
     /// # Panics
     /// There is no such part, or the range is not in it.
@@ -195,6 +196,8 @@ impl<D: Device> SwapRing<D> {
         part: usize,
         range: Range<usize>,
     ) -> Result<Held<'_, D>, DeviceError> {
+        self.device
+            .check_stream("SwapRing::acquire_range", stream)?;
         let bytes = self.parts.part_bytes(part);
         assert!(
             range.start <= range.end && range.end <= bytes,

@@ -293,7 +293,9 @@ impl Arena {
         let home = [&tag.home].into_iter().filter(|home| home.stream.may_end());
         for user in users.chain(home) {
             match self.end_of(user) {
-                Ok(end) => block.record_end_of_use(&user.stream, end),
+                // SAFETY: an event behind everything on the stream; the program frees the block, so
+                // that it enqueues no more uses of it.
+                Ok(end) => unsafe { block.record_end_of_use(&user.stream, end) },
                 Err(error) => {
                     // The device has failed. The memory may be in use, so nobody gets it.
                     std::mem::forget(block);

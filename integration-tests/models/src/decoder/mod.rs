@@ -222,7 +222,10 @@ pub(crate) trait HostArch: Send + Sync + 'static {
 }
 
 /// A model on the host, whose logits can be read.
-pub trait HostModel: Model<HostDevice> {
+///
+/// # Safety
+/// As for [`Model`]; it also writes to `out`.
+pub unsafe trait HostModel: Model<HostDevice> {
     /// Enqueues the logits of this rank's tokens, `[tokens, vocab]`, after a forward of every pass.
     ///
     /// # Errors
@@ -423,7 +426,8 @@ impl<A: HostArch> Decoder<A> {
     }
 }
 
-impl<A: HostArch> HostModel for Decoder<A> {
+// SAFETY: as for `Model`.
+unsafe impl<A: HostArch> HostModel for Decoder<A> {
     fn logits(
         &self,
         stream: &HostStream,
@@ -538,7 +542,9 @@ fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
         .unwrap_or(0)
 }
 
-impl<A: HostArch> Model<HostDevice> for Decoder<A> {
+// SAFETY: the slices are used by the operations that a call enqueues on its stream, which is always
+// the same, and by collectives on it.
+unsafe impl<A: HostArch> Model<HostDevice> for Decoder<A> {
     fn set_batch(&mut self, _stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
         check_batch(batch, &self.options)?;
         let own = self.part.batch(batch, self.options.seq_len);

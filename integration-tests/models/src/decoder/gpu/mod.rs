@@ -233,7 +233,10 @@ impl PassContext<'_> {
 }
 
 /// A model on a GPU, whose logits can be read.
-pub trait GpuModel: Model<CudaDevice> {
+///
+/// # Safety
+/// As for [`Model`]; it also writes to `out`.
+pub unsafe trait GpuModel: Model<CudaDevice> {
     /// Enqueues the logits of this rank's tokens, `[tokens, stride_elems(vocab)]`, after a forward of
     /// every pass. See [`stride_elems`](crate::cuda::cross_entropy::stride_elems).
     ///
@@ -468,7 +471,8 @@ impl<A: GpuArch> GpuDecoder<A> {
     }
 }
 
-impl<A: GpuArch> GpuModel for GpuDecoder<A> {
+// SAFETY: as for `Model`.
+unsafe impl<A: GpuArch> GpuModel for GpuDecoder<A> {
     fn logits(
         &self,
         stream: &CudaStream,
@@ -561,7 +565,9 @@ pub fn writes_grad(passes: usize, pass: usize) -> bool {
     (1..passes.saturating_sub(1)).contains(&pass)
 }
 
-impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
+// SAFETY: the slices are used by the operations that a call enqueues on its stream, and by
+// collectives on it.
+unsafe impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
     fn set_batch(&mut self, stream: &CudaStream, batch: &Batch) -> Result<(), ModelError> {
         self.batches.set(stream, batch)
     }
