@@ -110,8 +110,9 @@ impl StreamInfo {
     ) -> Result<(), DeviceError> {
         #[cfg(any(test, feature = "testing"))]
         if let Some(model) = &self.model {
-            return model.run(&self.name, enqueued, now, || {
-                run_named(&self.name, enqueued.label, op)
+            // Also the model's cost may panic.
+            return run_named(&self.name, enqueued.label, || {
+                model.run(&self.name, enqueued, now, op)
             });
         }
         let _ = now;

@@ -137,7 +137,7 @@ fn devices_without_memory_refuse_other_streams() {
     assert_refused(simulated.check_stream("test", &own), "stream own");
 }
 
-/// What only records never runs, so that nobody else can wait for it.
+/// A recorded operation never runs, so that nobody else can wait for it.
 #[test]
 fn recorded_streams_are_refused_where_operations_must_run() {
     let recorded = Recorder::new().host().create_stream("recorded").unwrap();
@@ -145,4 +145,16 @@ fn recorded_streams_are_refused_where_operations_must_run() {
     for device in [HostDevice::new(), HostDevice::seeded(1)] {
         device.create_stream("a").unwrap().check_runs("x").unwrap();
     }
+}
+
+#[test]
+fn panic_of_a_modelled_cost_poisons_the_stream() {
+    let device = HostDevice::modelled(|_, label| {
+        assert_ne!(label, "unknown");
+        Duration::from_millis(1)
+    });
+    let stream = device.create_stream("modelled").unwrap();
+    stream.enqueue("unknown", || Ok(())).unwrap();
+    let error = stream.synchronize(LIMIT).unwrap_err();
+    assert!(matches!(error, DeviceError::Panicked { .. }), "{error}");
 }

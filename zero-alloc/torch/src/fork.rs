@@ -32,7 +32,7 @@ pub(crate) fn is_child() -> bool {
 pub(crate) fn print(text: &str) {
     let stderr = io::stderr().as_fd().try_clone_to_owned();
     if let Ok(stderr) = stderr {
-        // A closed stderr is no error.
+        // stderr may be closed.
         let _ = std::fs::File::from(stderr).write_all(format!("{text}\n").as_bytes());
     }
 }
