@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device::DeviceError;
 
-/// The way in which the operations of a stream run. A stream waits for events of its own execution
-/// only.
+/// The way in which the operations of a stream run. A stream waits only for events of the same
+/// execution.
 ///
 /// Why: an event of a recorder is reached at once, since nothing runs, and a stream of a recorder
 /// waits for nothing. Between real streams either would be a wait that does not happen, after which
