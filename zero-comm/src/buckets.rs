@@ -185,7 +185,9 @@ impl Sum {
             SumInto::Add(earlier) => {
                 earlier.wait_for_readers(comm_stream)?;
                 Self {
-                    sum: earlier.wait_on(comm_stream)?,
+                    // SAFETY: its readers are waited for. The result replaces this value: who made
+                    // the elements orders what follows after it.
+                    sum: unsafe { earlier.slice_on(comm_stream) }?,
                     add: true,
                     scatter,
                 }
@@ -229,7 +231,8 @@ impl<D: Device> Buckets<D> {
     /// producer's stream, `comm_stream` that of the collectives ([`Device::create_urgent_stream`]).
     ///
     /// # Errors
-    /// No buckets, less than one element per rank, or the allocation failed.
+    /// No buckets, less than one element per rank, a stream of another device than the pool's, or
+    /// the allocation failed.
     pub fn new(
         pool: &Pool<D>,
         comm: Arc<dyn Communicator<D>>,
@@ -244,6 +247,9 @@ impl<D: Device> Buckets<D> {
             ..
         } = options;
 
+        for stream in [&compute, &comm_stream] {
+            pool.device().check_stream("Buckets::new", stream)?;
+        }
         let world_size = comm.world_size();
         if count == 0 && world_size > 1 || capacity_elems < world_size {
             return Err(BucketError::TooSmall {
@@ -523,8 +529,9 @@ impl<D: Device> Filling<D> {
     /// waits for it.
     ///
     /// # Errors
-    /// The stream returned an error.
+    /// The stream returned an error, or is of another device.
     pub fn add_producer(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
+        self.shared.device.check_stream("add_producer", stream)?;
         if let Some(bucket) = &self.bucket {
             for event in &bucket.last_uses {
                 stream.wait(event)?;

@@ -37,8 +37,8 @@ pub use error::CommError;
 pub use nccl::RendezvousError;
 pub use options::CommOptions;
 pub use prefetch::{
-    OrderCheck, PlannedStep, PrefetchError, PrefetchOptions, PrefetchReport, PrefetchStep,
-    Prefetcher, ShardSource, Unsharded, plan_step,
+    OrderCheck, OwnShard, PlannedStep, PrefetchError, PrefetchOptions, PrefetchReport,
+    PrefetchStep, Prefetcher, ShardSource, Unsharded, plan_step,
 };
 pub use scheduled::{ScheduledComm, ScheduledGroups};
 pub use solo::Solo;

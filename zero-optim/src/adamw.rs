@@ -115,6 +115,7 @@ impl<D: Device> ShardedAdamW<D> {
     /// Orders `stream` behind the optimizer's work on other streams, and makes it the stream of the
     /// last launch.
     pub(crate) fn enter(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
+        self.device.check_stream("optimizer", stream)?;
         if stream.id() != self.stream.id() {
             let before = self.stream.record()?;
             // A failed stream runs nothing more.
@@ -360,7 +361,9 @@ impl<D: Device> ShardedAdamW<D> {
         unit: usize,
         grad: &Reduced<D>,
     ) -> Result<AnySlice, OptimError> {
-        let slice = grad.wait_on(stream)?;
+        // SAFETY: read by operations that this call and its callers enqueue on `stream`; frozen
+        // elements are written behind the readers, before the write is recorded.
+        let slice = unsafe { grad.slice_on(stream) }?;
         if self.is_frozen(unit) {
             return Ok(slice.slice(0..0));
         }

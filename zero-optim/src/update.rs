@@ -28,7 +28,8 @@ impl<D: Device> ShardedAdamW<D> {
     ) -> Result<(), OptimError> {
         let mut slices = Vec::new();
         for (i, unit) in units.filter(|(i, _)| !self.is_frozen(*i)) {
-            let grad = unit.grad.wait_on(stream)?;
+            // SAFETY: read by the launches that are enqueued below, on `stream`.
+            let grad = unsafe { unit.grad.slice_on(stream) }?;
             slices.extend(unit.param.iter().flat_map(|&(param, at)| {
                 self.groups
                     .trained(i, at..at + param.len())

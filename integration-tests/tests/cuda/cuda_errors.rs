@@ -1,12 +1,15 @@
 //! Arguments that do not fit are errors that name them, and nothing is enqueued.
 
-use zero_alloc::device::{DType, Stream};
+use zero_alloc::device::{DType, Device, Stream};
 use zero_models::cuda::attention::{Attention, Masks, Shape};
 use zero_models::cuda::cross_entropy::Scale;
 use zero_models::cuda::matmul::{Epilogue, Matmul, Matrix, Product};
 use zero_models::cuda::{OpError, column_sums, cross_entropy, gelu, layer_norm};
 
+use zero_trainer::ModelError;
+
 use crate::gpu::{Gpu, LIMIT};
+use crate::tiny::{OnGpu, batch, config, options, weights};
 
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -218,5 +221,33 @@ fn matrices_that_do_not_fit() {
     for (i, product) in wrong.iter().enumerate() {
         assert!(matmul.run(&gpu.stream, product).is_err(), "{i}");
     }
+    gpu.stream.synchronize(LIMIT).unwrap();
+}
+
+/// The model's own buffers are ordered by its stream, and a kernel reads the rows of tokens.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn models_refuse_other_streams_and_tokens() {
+    let gpu = Gpu::open();
+    let mut on_gpu = OnGpu::new(&gpu, options(DType::F32, false), 64, &weights());
+    let other = gpu.device.create_stream("other").unwrap();
+    let embedding = on_gpu.params[0];
+    let model = &mut on_gpu.model;
+    let refused = |result: Result<(), ModelError>| {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("stream other is not the one"), "{error}");
+    };
+    refused(model.set_batch(&other, &batch(0)));
+    refused(model.forward(&other, 0, &[embedding]));
+    refused(model.add_losses(&other, &[embedding], 1));
+    refused(model.token_logits(&other, &[embedding], 0).map(drop));
+
+    let vocab = config().vocab_size as u32;
+    let mut outside = batch(0);
+    outside.inputs[3] = vocab;
+    let error = model.set_batch(&gpu.stream, &outside).unwrap_err();
+    let expected = format!("input 3 of the batch is token {vocab}");
+    assert!(error.to_string().contains(&expected), "{error}");
+    model.set_batch(&gpu.stream, &batch(0)).unwrap();
     gpu.stream.synchronize(LIMIT).unwrap();
 }

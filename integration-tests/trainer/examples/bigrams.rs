@@ -89,7 +89,8 @@ impl Bigram {
     }
 }
 
-impl Model<HostDevice> for Bigram {
+// SAFETY: the slices are used by the operations that a call enqueues on its stream.
+unsafe impl Model<HostDevice> for Bigram {
     fn set_batch(&mut self, stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
         let pairs = batch.inputs.iter().zip(&batch.targets);
         let tokens = pairs.map(|(a, b)| (*a as usize, *b as usize)).collect();

@@ -358,7 +358,8 @@ impl<D: Device> Replicas<D> {
     /// Sums the gradients of a shard, of which each replica has `sum`, in place. Returns what this
     /// rank updates by: the sum, or its part of it.
     pub(crate) fn sum(&self, sum: &Reduced<D>) -> Result<Reduced<D>, TrainError> {
-        let shard = sum.wait_on(&self.stream)?;
+        // SAFETY: used by the collective below, on the stream; the result takes the place of `sum`.
+        let shard = unsafe { sum.slice_on(&self.stream) }?;
         let comm = &self.comm;
         let stream = &self.stream;
         let updated = if self.sharding == Sharding::Replicated {

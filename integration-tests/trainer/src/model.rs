@@ -137,11 +137,18 @@ impl<D: Device> Default for ModelRanks<D> {
 }
 
 /// A model on a device. All calls enqueue on `stream` and return.
+///
+/// # Safety
+/// A call uses the slices that it is passed only in operations that it enqueues on `stream`, or on
+/// streams that wait for it before them and that it waits for after them: the trainer frees
+/// parameters, gradients and the loss scale, or writes them, behind that point. It writes only to
+/// gradients. A slice that [`Self::token_logits`] returns is valid for operations on `stream` until
+/// the next call.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no model on `{D}`",
     note = "the crate documentation of zero_trainer shows a model of 60 lines"
 )]
-pub trait Model<D: Device>: Send {
+pub unsafe trait Model<D: Device>: Send {
     /// Sets the next micro-batch: that of all ranks with which this one computes it.
     ///
     /// # Errors

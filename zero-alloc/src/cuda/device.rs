@@ -274,6 +274,10 @@ unsafe impl Device for CudaDevice {
         DeviceKind::Cuda
     }
 
+    fn check_stream(&self, what: &'static str, stream: &CudaStream) -> Result<(), DeviceError> {
+        stream.check_device(what, self.id())
+    }
+
     fn create_stream(&self, name: &str) -> Result<CudaStream, DeviceError> {
         self.stream_on(Queue::new(&self.shared.context)?, name)
     }

@@ -9,7 +9,7 @@ use super::host_wait;
 use super::poll::Deadline;
 use super::sticky::Sticky;
 use super::stream::Capture;
-use crate::device::{DeviceError, Event};
+use crate::device::{DeviceError, DeviceId, Event};
 
 struct Inner {
     point: Point,
@@ -46,6 +46,24 @@ impl CudaEvent {
             capture,
             done: AtomicBool::new(false),
         }))
+    }
+
+    /// Checks that the event is of the context with the id `device`, for an operation `what` of that
+    /// context.
+    pub(super) fn check_device(
+        &self,
+        what: &'static str,
+        device: DeviceId,
+    ) -> Result<(), DeviceError> {
+        let got = self.0.point.device();
+        if got == device {
+            return Ok(());
+        }
+        Err(DeviceError::AnotherDevice {
+            what,
+            expected: device,
+            got,
+        })
     }
 
     pub(super) fn point(&self) -> &Point {

@@ -90,6 +90,7 @@ pub(super) fn wait(
     event: &HostEvent,
     limit: Duration,
 ) -> Result<(), DeviceError> {
+    event.check_runs("wait_for_host")?;
     stream.refuse_in_capture("wait_for_host")?;
     stream.check()?;
     if event.is_done() == Ok(true) {

@@ -313,6 +313,7 @@ unsafe impl Stream for CudaStream {
     }
 
     fn wait(&self, event: &CudaEvent) -> Result<(), DeviceError> {
+        event.check_device("wait, event", self.0.queue.device())?;
         match event.capture().filter(|capture| !capture.is_over()) {
             Some(capture) => self.enter(capture)?,
             // An event from before the recording; a reached one has no effect.

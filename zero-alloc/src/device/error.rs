@@ -88,6 +88,17 @@ pub enum DeviceError {
         /// The device of the argument.
         got: DeviceId,
     },
+    /// A stream or an event of a device that runs its operations in another way, such as a recorder
+    /// among threads: neither would wait for the other.
+    #[error("{what}: {expected}, and {got}; use streams and events of one device")]
+    AnotherExecution {
+        /// The operation.
+        what: &'static str,
+        /// The device or the stream that it is an operation of.
+        expected: String,
+        /// The stream, or that of the event, which it was passed.
+        got: String,
+    },
     /// Source and destination of a copy overlap.
     #[error("copy of {bytes} bytes: source and destination overlap")]
     Overlap {

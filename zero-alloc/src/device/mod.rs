@@ -126,7 +126,8 @@ pub enum BlockNote<'a, S, E> {
 ///
 /// # Safety
 /// Copies and `fill_zero` touch their slices in the order of their stream, and nothing else; they
-/// refuse slices of memory that the device cannot access. Slices of a device of kind
+/// refuse slices of memory that the device cannot access. `check_stream` accepts no stream whose
+/// events do not order operations on the memory of this device. Slices of a device of kind
 /// [`DeviceKind::Host`] can be read as Rust slices.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no device",
@@ -140,6 +141,14 @@ pub unsafe trait Device: Memory + Clone + 'static {
 
     /// The kind of hardware.
     fn kind(&self) -> DeviceKind;
+
+    /// Checks that `stream` is of this device, before the operation `what`. Pools check it of every
+    /// stream that they are passed: a stream that a device does not run beside its own, such as that
+    /// of a [`Recorder`](crate::schedule::Recorder), orders nothing there.
+    ///
+    /// # Errors
+    /// [`DeviceError::AnotherDevice`] or [`DeviceError::AnotherExecution`].
+    fn check_stream(&self, what: &'static str, stream: &Self::Stream) -> Result<(), DeviceError>;
 
     /// Makes a stream; `name` appears in errors and timelines.
     ///
@@ -208,13 +217,15 @@ pub unsafe trait Device: Memory + Clone + 'static {
     /// thread overrides it.
     ///
     /// # Errors
-    /// The stream is closed or poisoned, or runs no functions of the host.
+    /// The stream is closed or poisoned, or runs no functions of the host; or the event is of a
+    /// stream that records and does not run.
     fn wait_for_host(
         &self,
         stream: &Self::Stream,
         event: &HostEvent,
         limit: Duration,
     ) -> Result<(), DeviceError> {
+        event.check_runs("wait_for_host")?;
         let event = event.clone();
         stream.enqueue_host("wait for the host", move || event.synchronize(limit))
     }
@@ -223,13 +234,14 @@ pub unsafe trait Device: Memory + Clone + 'static {
     /// this device, at most `limit`.
     ///
     /// # Errors
-    /// The stream is closed.
+    /// The stream is closed, or records and does not run.
     fn host_waits(
         &self,
         host: &HostStream,
         event: &Self::Event,
         limit: Duration,
     ) -> Result<(), DeviceError> {
+        host.check_runs("host_waits")?;
         let event = event.clone();
         host.enqueue("wait for the device", move || event.synchronize(limit))
     }
@@ -245,7 +257,7 @@ pub(crate) fn next_stream_id() -> u64 {
 ///
 /// # Safety
 /// Operations run in the order in which they were enqueued, and not before the events that the
-/// stream waits for. Ids are unique in the process.
+/// stream waits for: `wait` refuses an event for which it would not wait. Ids are unique in the process.
 pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     /// A point in this kind of stream.
     type Event: Event;
@@ -273,7 +285,9 @@ pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     /// Makes everything enqueued from now on wait for `event`; the host does not wait.
     ///
     /// # Errors
-    /// The stream is closed or poisoned.
+    /// The stream is closed or poisoned; or the event is of [another
+    /// device](DeviceError::AnotherDevice), or of a stream that is [executed in another
+    /// way](DeviceError::AnotherExecution).
     fn wait(&self, event: &Self::Event) -> Result<(), DeviceError>;
 
     /// Blocks the host until everything enqueued so far has run, at most `limit`.

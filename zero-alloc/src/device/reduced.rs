@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use super::{AnySlice, DType, Device, DeviceError, Stream};
 
 /// The reduced gradient of a unit: this rank's shard, or at stage 0 the whole unit, summed over
-/// ranks. The only way to the elements is [`Self::wait_on`], which makes a stream wait for the sum;
+/// ranks. The only way to the elements is [`Self::slice_on`], which makes a stream wait for the sum;
 /// the slice that it returns is for this stream. The event of a gradient that was reduced while a
 /// graph was recorded orders nothing after the recording: within the graph and its launches, the
 /// streams do.
@@ -47,7 +47,7 @@ impl<D: Device> Reduced<D> {
     /// # Safety
     /// All writes to `slice` precede `done`. Later writes, and the release of the memory, are
     /// ordered after all work that was enqueued with this value: on the streams of
-    /// [`Self::wait_on`], which [`Self::wait_for_readers`] waits for.
+    /// [`Self::slice_on`], which [`Self::wait_for_readers`] waits for.
     pub unsafe fn new(slice: AnySlice, done: D::Event) -> Self {
         Self {
             slice,
@@ -73,11 +73,24 @@ impl<D: Device> Reduced<D> {
         self.slice.dtype()
     }
 
+    /// Makes `stream` wait for the sum.
+    ///
+    /// # Errors
+    /// The stream is closed or poisoned.
+    pub fn wait_on(&self, stream: &D::Stream) -> Result<(), DeviceError> {
+        stream.wait(&self.uses.lock().done)
+    }
+
     /// Makes `stream` wait for the sum, and returns it for operations on `stream`.
     ///
     /// # Errors
     /// The stream is closed or poisoned.
-    pub fn wait_on(&self, stream: &D::Stream) -> Result<AnySlice, DeviceError> {
+    ///
+    /// # Safety
+    /// The slice is used only by operations that are enqueued on `stream` while this value lives, or
+    /// the caller orders what writes or frees the elements next after its other uses. Uses write
+    /// only behind [`Self::wait_for_readers`], and before [`Self::record_write`].
+    pub unsafe fn slice_on(&self, stream: &D::Stream) -> Result<AnySlice, DeviceError> {
         let mut uses = self.uses.lock();
         stream.wait(&uses.done)?;
         if uses.readers.iter().all(|reader| reader.id() != stream.id()) {

@@ -5,6 +5,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::Monitor;
+use super::execution::{Execution, check_runs};
+use super::queue::StreamInfo;
 use super::seeded::Mark;
 use crate::device::{DeviceError, Event};
 #[cfg(feature = "cuda")]
@@ -13,6 +15,7 @@ use crate::schedule::{CausalPoint, RecordedPoint};
 
 struct Point {
     stream: Arc<str>,
+    execution: Execution,
     /// Set once, when the point is reached or its stream failed before it.
     result: OnceLock<Result<(), DeviceError>>,
     reached: Monitor<()>,
@@ -45,32 +48,29 @@ impl std::fmt::Debug for HostEvent {
 
 impl HostEvent {
     #[cfg(any(test, feature = "testing"))]
-    pub(super) fn new(stream: Arc<str>, mark: Option<Mark>) -> Self {
-        Self::of(stream, mark, None, None)
+    pub(super) fn of_scheduler(stream: &StreamInfo, mark: Mark) -> Self {
+        Self::of(stream, Some(mark), None, None)
     }
 
     /// A point in a stream of a worker thread.
-    pub(super) fn of_worker(stream: Arc<str>, causal: Option<CausalPoint>) -> Self {
-        Self::of(stream, None, None, causal)
+    pub(super) fn of_worker(stream: &StreamInfo) -> Self {
+        Self::of(stream, None, None, stream.causal_point())
     }
 
     /// A point in a stream that records. Whoever waits for it goes on at once.
-    pub(crate) fn of_recorder(
-        stream: Arc<str>,
-        point: RecordedPoint,
-        causal: Option<CausalPoint>,
-    ) -> Self {
-        Self::of(stream, None, Some(point), causal)
+    pub(crate) fn of_recorder(stream: &StreamInfo, point: RecordedPoint) -> Self {
+        Self::of(stream, None, Some(point), stream.causal_point())
     }
 
     fn of(
-        stream: Arc<str>,
+        stream: &StreamInfo,
         mark: Option<Mark>,
         recorded: Option<RecordedPoint>,
         causal: Option<CausalPoint>,
     ) -> Self {
         Self(Arc::new(Point {
-            stream,
+            stream: Arc::clone(&stream.name),
+            execution: stream.execution,
             result: match recorded {
                 Some(_) => Ok(()).into(),
                 None => OnceLock::new(),
@@ -147,8 +147,17 @@ impl HostEvent {
         self.0.mark.is_some()
     }
 
+    /// How its stream's operations run.
+    pub(super) fn execution(&self) -> Execution {
+        self.0.execution
+    }
+
+    /// Checks that what is before the point runs.
+    pub(crate) fn check_runs(&self, what: &'static str) -> Result<(), DeviceError> {
+        check_runs(what, &self.0.stream, self.0.execution)
+    }
+
     /// The name of its stream.
-    #[cfg(feature = "cuda")]
     pub(crate) fn stream(&self) -> &str {
         &self.0.stream
     }

@@ -4,6 +4,7 @@
 //! without a GPU.
 
 mod event;
+pub(crate) mod execution;
 #[cfg(target_os = "linux")]
 mod host_pages;
 pub(crate) mod mapping;
@@ -25,6 +26,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use self::execution::Execution;
 use self::queue::StreamInfo;
 use self::worker::Worker;
 use crate::device::{
@@ -175,6 +177,21 @@ impl HostDevice {
 }
 
 impl HostDevice {
+    /// How its streams run.
+    fn execution(&self) -> Execution {
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(scheduler) = &self.scheduler {
+            return scheduler.execution();
+        }
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(model) = &self.model {
+            return model.execution();
+        }
+        self.recorder
+            .as_ref()
+            .map_or(Execution::Threads, Recorder::execution)
+    }
+
     /// The streams of the program, if their time is modelled or recorded.
     fn causality(&self) -> Option<&Causality> {
         #[cfg(any(test, feature = "testing"))]
@@ -281,10 +298,17 @@ unsafe impl Device for HostDevice {
         DeviceKind::Host
     }
 
+    fn check_stream(&self, what: &'static str, stream: &HostStream) -> Result<(), DeviceError> {
+        let got = (format_args!("stream {}", stream.name()), stream.execution());
+        self.execution()
+            .check(what, format_args!("the device"), got)
+    }
+
     fn create_stream(&self, name: &str) -> Result<HostStream, DeviceError> {
         let info = StreamInfo {
             name: name.into(),
             id: next_stream_id(),
+            execution: self.execution(),
             timeline: self.timeline.clone(),
             causal: self.causality().map(Causality::add_stream),
             #[cfg(any(test, feature = "testing"))]
@@ -309,6 +333,7 @@ unsafe impl Device for HostDevice {
 
     fn copy(&self, stream: &HostStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
         check_copy(src, dst)?;
+        self.check_stream("copy", stream)?;
         src.check_device("copy, source", DeviceId::HOST)?;
         dst.check_device("copy, destination", DeviceId::HOST)?;
         let src = src.bytes().typed::<u8>()?;
@@ -325,6 +350,7 @@ unsafe impl Device for HostDevice {
     }
 
     fn fill_zero(&self, stream: &HostStream, dst: AnySlice) -> Result<(), DeviceError> {
+        self.check_stream("fill_zero", stream)?;
         dst.check_device("fill_zero", DeviceId::HOST)?;
         let dst = dst.bytes().typed::<u8>()?;
         let written = Work::bytes(dst.len() as u64);
@@ -344,6 +370,7 @@ unsafe impl Device for HostDevice {
         limit: Duration,
     ) -> Result<(), DeviceError> {
         same_len("upload", dst.len_bytes(), src.len())?;
+        self.check_stream("upload", stream)?;
         dst.check_device("upload", DeviceId::HOST)?;
         let src = src.to_vec();
         let dst = dst.bytes().typed::<u8>()?;
@@ -365,6 +392,7 @@ unsafe impl Device for HostDevice {
         limit: Duration,
     ) -> Result<(), DeviceError> {
         same_len("download", src.len_bytes(), dst.len())?;
+        self.check_stream("download", stream)?;
         src.check_device("download", DeviceId::HOST)?;
         if (src.as_ptr() as usize).abs_diff(dst.as_ptr() as usize) < dst.len() {
             return Err(DeviceError::Overlap { bytes: dst.len() });

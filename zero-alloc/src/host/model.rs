@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::execution::{Execution, next_number};
 use crate::schedule::Causality;
 use crate::timeline::{Enqueued, OpSpan};
 
@@ -18,6 +19,8 @@ pub(super) struct Model {
     cost: Box<Cost>,
     spans: Mutex<Vec<OpSpan>>,
     causality: Causality,
+    /// Different for any two devices of the process.
+    number: u64,
 }
 
 impl Model {
@@ -26,6 +29,7 @@ impl Model {
             cost: Box::new(cost),
             spans: Mutex::default(),
             causality: Causality::default(),
+            number: next_number(),
         }
     }
 
@@ -44,6 +48,11 @@ impl Model {
         let result = work();
         self.spans.lock().push(enqueued.span(stream, start, *now));
         result
+    }
+
+    /// How the streams run.
+    pub(super) fn execution(&self) -> Execution {
+        Execution::Modelled(self.number)
     }
 
     /// The order of the streams.

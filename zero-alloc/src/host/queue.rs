@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::execution::Execution;
 use super::{HostEvent, Timeline};
 use crate::device::{DeviceError, run_named};
 use crate::schedule::{CausalPoint, CausalStream};
@@ -35,6 +36,7 @@ pub(crate) trait Queue: Send + Sync {
 pub(crate) struct StreamInfo {
     pub(crate) name: Arc<str>,
     pub(super) id: u64,
+    pub(super) execution: Execution,
     pub(super) timeline: Option<Timeline>,
     /// Its place among the streams of a program whose time is modelled or recorded.
     pub(super) causal: Option<CausalStream>,
@@ -52,6 +54,18 @@ impl StreamInfo {
         DeviceError::Closed {
             stream: self.name.to_string(),
         }
+    }
+
+    /// Checks that the stream can wait for `event`.
+    pub(super) fn check_event(&self, event: &HostEvent) -> Result<(), DeviceError> {
+        self.execution.check(
+            "wait",
+            format_args!("stream {}", self.name),
+            (
+                format_args!("the event's stream {}", event.stream()),
+                event.execution(),
+            ),
+        )
     }
 
     /// An operation that is enqueued now.
@@ -96,8 +110,9 @@ impl StreamInfo {
     ) -> Result<(), DeviceError> {
         #[cfg(any(test, feature = "testing"))]
         if let Some(model) = &self.model {
-            return model.run(&self.name, enqueued, now, || {
-                run_named(&self.name, enqueued.label, op)
+            // Also the model's cost may panic.
+            return run_named(&self.name, enqueued.label, || {
+                model.run(&self.name, enqueued, now, op)
             });
         }
         let _ = now;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::HostEvent;
+use super::execution::{Execution, check_runs};
 use super::queue::{Item, Queue};
 use crate::device::{DeviceError, Event, Stream};
 use crate::schedule::Work;
@@ -55,6 +56,20 @@ impl HostStream {
         self.0.push(Item::Run(enqueued, Box::new(op)))
     }
 
+    /// How its operations run.
+    pub(crate) fn execution(&self) -> Execution {
+        self.0.info().execution
+    }
+
+    /// Checks that its operations run, and are not only [recorded](crate::schedule::Recorder): for
+    /// the operation `what`, which others wait for.
+    ///
+    /// # Errors
+    /// [`DeviceError::AnotherExecution`].
+    pub fn check_runs(&self, what: &'static str) -> Result<(), DeviceError> {
+        check_runs(what, self.name(), self.execution())
+    }
+
     /// Closes the queue for all handles: items in the queue still run, later operations and waits
     /// are refused, and [`Stream::record`] returns the end of the queue.
     pub fn close(&self) {
@@ -80,6 +95,7 @@ unsafe impl Stream for HostStream {
     }
 
     fn wait(&self, event: &HostEvent) -> Result<(), DeviceError> {
+        self.0.info().check_event(event)?;
         self.0
             .push(Item::Wait(self.0.info().enqueued("wait"), event.clone()))
     }

@@ -44,8 +44,7 @@ impl Worker {
     }
 
     fn event(&self) -> HostEvent {
-        let info = &self.0.info;
-        HostEvent::of_worker(Arc::clone(&info.name), info.causal_point())
+        HostEvent::of_worker(&self.0.info)
     }
 }
 
@@ -179,6 +178,7 @@ mod loom_tests {
         let info = StreamInfo {
             name: "model".into(),
             id: 0,
+            execution: Default::default(),
             timeline: None,
             causal: None,
             model: None,

@@ -113,8 +113,12 @@ impl<D: Device> Block<D> {
     /// the memory only after that point.
     ///
     /// # Errors
-    /// The stream failed.
+    /// The stream failed, or is of another device.
     pub fn record_use(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
+        self.lane
+            .central
+            .device
+            .check_stream("record_use", stream)?;
         let event = stream.record()?;
         match self.uses.iter_mut().find(|(id, _)| *id == stream.id()) {
             Some((_, last)) => *last = event,
@@ -125,7 +129,11 @@ impl<D: Device> Block<D> {
 
     /// Records that uses of the block on `stream` have ended when `event` is reached, which may be
     /// an event of another stream: for streams that can no longer record one.
-    pub fn record_end_of_use(&mut self, stream: &D::Stream, event: D::Event) {
+    ///
+    /// # Safety
+    /// Once the event is reached, everything that uses the block on `stream` has run, and nothing
+    /// more is enqueued there that does.
+    pub unsafe fn record_end_of_use(&mut self, stream: &D::Stream, event: D::Event) {
         self.uses.retain(|(id, _)| *id != stream.id());
         self.uses.push((stream.id(), event));
     }

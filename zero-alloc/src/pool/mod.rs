@@ -168,7 +168,7 @@ impl<D: Device> Pool<D> {
     /// earlier users of the memory; neither the host nor another stream waits.
     ///
     /// # Errors
-    /// [`AllocError::OutOfMemory`], or the device failed.
+    /// [`AllocError::OutOfMemory`], the stream is of another device, or the device failed.
     pub fn allocate(
         &self,
         len: usize,
@@ -176,6 +176,7 @@ impl<D: Device> Pool<D> {
         purpose: Purpose,
         stream: &D::Stream,
     ) -> Result<Block<D>, AllocError> {
+        self.device().check_stream("allocate", stream)?;
         let bytes = self.bytes_of(len, dtype, purpose)?;
         let lane = self.lane();
         let (allocation, ptr) = self.allocate_bytes(lane, bytes, purpose, stream)?;
@@ -341,8 +342,9 @@ impl<D: Device> Pool<D> {
     /// bytes: fewer than requested if blocks with fixed addresses are in the way.
     ///
     /// # Errors
-    /// The stream failed.
+    /// The stream failed, or is of another device.
     pub fn compact(&self, bytes: usize, stream: &D::Stream) -> Result<usize, AllocError> {
+        self.device().check_stream("compact", stream)?;
         let mut state = self.central().state.lock();
         let reachable = state.planner.largest_after_compaction();
         let wanted = (bytes as u64).min(reachable);

@@ -41,6 +41,7 @@ impl<D: Device> Pool<D> {
         purpose: Purpose,
         stream: &D::Stream,
     ) -> Result<Movable<D>, AllocError> {
+        self.device().check_stream("allocate_movable", stream)?;
         let bytes = self.bytes_of(len, dtype, purpose)?;
         let (allocation, _) =
             self.allocate_central(self.central().state.lock(), bytes, purpose, stream)?;
@@ -91,7 +92,7 @@ impl<D: Device> Movable<D> {
     /// not move during the call, and later moves wait for these operations.
     ///
     /// # Errors
-    /// The stream failed; or a failed move lost the block's contents.
+    /// The stream failed, or is of another device; or a failed move lost the block's contents.
     ///
     /// # Safety
     /// The slice is used only by operations that `enqueue` enqueues on `stream`; conflicting
@@ -101,6 +102,7 @@ impl<D: Device> Movable<D> {
         stream: &D::Stream,
         enqueue: impl FnOnce(AnySlice) -> R,
     ) -> Result<R, DeviceError> {
+        self.central.device.check_stream("Movable::with", stream)?;
         let mut state = self.central.state.lock();
         let ptr = state.address(self.allocation);
         if let Some(moving) = state.movable.get_mut(&self.allocation) {

@@ -90,6 +90,10 @@ unsafe impl Device for ScheduledDevice {
         DeviceKind::Simulated
     }
 
+    fn check_stream(&self, what: &'static str, stream: &HostStream) -> Result<(), DeviceError> {
+        self.host.check_stream(what, stream)
+    }
+
     fn create_stream(&self, name: &str) -> Result<HostStream, DeviceError> {
         self.host.create_stream(name)
     }

@@ -6,6 +6,7 @@ use parking_lot::Mutex;
 
 use super::{Causality, ScheduledDevice};
 use crate::device::DeviceError;
+use crate::host::execution::{Execution, next_number};
 use crate::host::queue::{Item as QueueItem, Queue, StreamInfo};
 use crate::host::{HostDevice, HostEvent};
 
@@ -100,16 +101,33 @@ impl Schedule {
 /// into the same one.
 ///
 /// One thread uses the streams of a recorder: the order of its calls is the schedule.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Recorder {
+    /// Different for any two recorders of the process.
+    number: u64,
     schedule: Arc<Mutex<Schedule>>,
     causality: Causality,
+}
+
+impl Default for Recorder {
+    fn default() -> Self {
+        Self {
+            number: next_number(),
+            schedule: Arc::default(),
+            causality: Causality::default(),
+        }
+    }
 }
 
 impl Recorder {
     /// Creates a recorder of nothing so far.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// How its streams run.
+    pub(crate) fn execution(&self) -> Execution {
+        Execution::Recorded(self.number)
     }
 
     /// The host as a device that records. Its memory is the host's, and takes no pages until
@@ -201,7 +219,6 @@ impl Queue for RecordedQueue {
                 phase: enqueued.phase,
                 work: enqueued.work,
             }),
-            // Events of other devices are points that are reached already.
             QueueItem::Record(_) => return Ok(()),
             QueueItem::Wait(_, event) => match event.recorded() {
                 Some(point) => {
@@ -211,6 +228,7 @@ impl Queue for RecordedQueue {
                         event: point.event,
                     }
                 }
+                // The stream has refused events of other devices.
                 None => return Ok(()),
             },
         };
@@ -229,7 +247,7 @@ impl Queue for RecordedQueue {
             recorder: self.recorder.clone(),
             event,
         };
-        HostEvent::of_recorder(Arc::clone(&self.info.name), point, self.info.causal_point())
+        HostEvent::of_recorder(&self.info, point)
     }
 
     fn close(&self) {}

@@ -64,6 +64,8 @@ struct Content {
 
 /// A point on a stream of the user, or on one that reads or writes.
 enum Point<D: Device> {
+    /// The end of the stream at the next use, if a [`Held`] was forgotten instead of dropped.
+    Held(D::Stream),
     User(D::Event),
     Transfer(HostEvent),
 }
@@ -141,7 +143,7 @@ impl<D: Device> SwapRing<D> {
     /// A part in a buffer, for operations on `stream`, which waits for it.
     ///
     /// # Errors
-    /// A stream is closed.
+    /// A stream is closed, or `stream` is of another device than the ring.
     ///
     /// # Panics
     /// There is no such part.
@@ -151,6 +153,7 @@ impl<D: Device> SwapRing<D> {
         part: usize,
         access: SwapAccess,
     ) -> Result<Held<'_, D>, DeviceError> {
+        self.device.check_stream("SwapRing::acquire", stream)?;
         let bytes = self.parts.part_bytes(part);
         let last = Content {
             part,
@@ -171,21 +174,33 @@ impl<D: Device> SwapRing<D> {
 
         // A written part counts as content once it is written back.
         self.buffers[buffer].content = (access == SwapAccess::Read).then_some(last);
-        Ok(Held {
+        Ok(self.held(stream, (part, access), buffer, 0..bytes))
+    }
+
+    /// A part in a buffer, of which `bytes` are used.
+    fn held(
+        &mut self,
+        stream: &D::Stream,
+        (part, access): (usize, SwapAccess),
+        buffer: usize,
+        bytes: Range<usize>,
+    ) -> Held<'_, D> {
+        self.buffers[buffer].free = Some(Point::Held(stream.clone()));
+        Held {
             stream: stream.clone(),
             part,
             access,
-            memory: self.slice(buffer).slice(0..bytes),
+            memory: self.slice(buffer).slice(bytes),
             buffer,
             is_released: false,
             ring: self,
-        })
+        }
     }
 
     /// The bytes `range` of a part in a buffer, for operations on `stream` that read them.
     ///
     /// # Errors
-    /// A stream is closed.
+    /// A stream is closed, or `stream` is of another device than the ring.
     ///
     /// # Panics
     /// There is no such part, or the range is not in it.
@@ -195,6 +210,8 @@ impl<D: Device> SwapRing<D> {
         part: usize,
         range: Range<usize>,
     ) -> Result<Held<'_, D>, DeviceError> {
+        self.device
+            .check_stream("SwapRing::acquire_range", stream)?;
         let bytes = self.parts.part_bytes(part);
         assert!(
             range.start <= range.end && range.end <= bytes,
@@ -203,17 +220,8 @@ impl<D: Device> SwapRing<D> {
         let first = range.start / SwapFile::ALIGN_BYTES * SwapFile::ALIGN_BYTES;
         let buffer = self.take_next();
         self.fill(stream, buffer, part, (first, aligned(range.end)))?;
-        Ok(Held {
-            stream: stream.clone(),
-            part,
-            access: SwapAccess::Read,
-            memory: self
-                .slice(buffer)
-                .slice(range.start - first..range.end - first),
-            buffer,
-            is_released: false,
-            ring: self,
-        })
+        let bytes = range.start - first..range.end - first;
+        Ok(self.held(stream, (part, SwapAccess::Read), buffer, bytes))
     }
 
     /// Waits at most `limit` for the reads and writes enqueued so far.
@@ -242,11 +250,12 @@ impl<D: Device> SwapRing<D> {
         part: usize,
         range: (usize, usize),
     ) -> Result<(), DeviceError> {
+        self.record_forgotten(buffer)?;
         let reads = &self.reads.stream;
-        match self.buffers[buffer].free.take() {
-            Some(Point::User(free)) => self.device.host_waits(reads, &free, self.limit)?,
-            Some(Point::Transfer(free)) => reads.wait(&free)?,
-            None => {}
+        match &self.buffers[buffer].free {
+            Some(Point::User(free)) => self.device.host_waits(reads, free, self.limit)?,
+            Some(Point::Transfer(free)) => reads.wait(free)?,
+            Some(Point::Held(_)) | None => {}
         }
         self.parts
             .read(&self.reads, part, range, self.slice(buffer))?;
@@ -257,12 +266,22 @@ impl<D: Device> SwapRing<D> {
     }
 
     /// Makes `stream` wait until a buffer may be overwritten, and its part is in the file.
-    fn wait_until_free(&self, stream: &D::Stream, buffer: usize) -> Result<(), DeviceError> {
+    fn wait_until_free(&mut self, stream: &D::Stream, buffer: usize) -> Result<(), DeviceError> {
+        self.record_forgotten(buffer)?;
         match &self.buffers[buffer].free {
             Some(Point::User(free)) => stream.wait(free),
             Some(Point::Transfer(free)) => self.device.wait_for_host(stream, free, self.limit),
-            None => Ok(()),
+            Some(Point::Held(_)) | None => Ok(()),
         }
+    }
+
+    /// Records the end of the uses of a buffer whose [`Held`] was forgotten.
+    fn record_forgotten(&mut self, buffer: usize) -> Result<(), DeviceError> {
+        let free = &mut self.buffers[buffer].free;
+        if let Some(Point::Held(stream)) = free {
+            *free = Some(Point::User(stream.record()?));
+        }
+        Ok(())
     }
 
     fn slice(&self, buffer: usize) -> AnySlice {
@@ -282,6 +301,9 @@ impl<D: Device> Drop for SwapRing<D> {
     fn drop(&mut self) {
         for buffer in &mut self.buffers {
             let free = match buffer.free.take() {
+                Some(Point::Held(stream)) => stream
+                    .record()
+                    .and_then(|free| free.synchronize(self.limit)),
                 Some(Point::User(free)) => free.synchronize(self.limit),
                 Some(Point::Transfer(free)) => free.synchronize(self.limit),
                 None => Ok(()),

@@ -230,6 +230,10 @@ unsafe impl<D: Device> Device for Faulty<D> {
         self.inner.kind()
     }
 
+    fn check_stream(&self, what: &'static str, stream: &Self::Stream) -> Result<(), DeviceError> {
+        self.inner.check_stream(what, &stream.inner)
+    }
+
     fn create_stream(&self, name: &str) -> Result<Self::Stream, DeviceError> {
         self.enter(Call::CreateStream)?;
         Ok(FaultyStream {

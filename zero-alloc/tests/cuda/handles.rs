@@ -1,7 +1,8 @@
 //! Conversion of a framework's handles.
 
-use zero_alloc::cuda::interop;
+use zero_alloc::cuda::{CudaDevice, interop};
 use zero_alloc::device::{DType, Device, DeviceError, Event, Memory, Stream};
+use zero_alloc::schedule::Recorder;
 use zero_alloc::{Pool, Purpose};
 
 use crate::kernels::{launch, scale_add};
@@ -187,4 +188,63 @@ fn foreign_cuda_capture_is_noticed() {
     let again = floats(&pool, &other, 100, 3.0);
     assert_eq!(read(&device, &other, &again), [3.0; 100]);
     other.synchronize(LIMIT).expect("sound");
+}
+
+/// Streams and events of one GPU order nothing on another. The stand-in has two GPUs on request.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn streams_of_another_cuda_device_are_refused() {
+    const DEVICES: &str = "ZERO_STANDIN_DEVICES";
+    let first = open();
+    if CudaDevice::count().expect("a driver") == 1 {
+        if std::env::var_os(DEVICES).is_some() {
+            println!("SKIPPED: there is one device");
+            return;
+        }
+        let test = "handles::streams_of_another_cuda_device_are_refused";
+        let output = std::process::Command::new(std::env::current_exe().expect("a path"))
+            .args(["--exact", "--ignored", test])
+            .env(DEVICES, "2")
+            .output()
+            .expect("started");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(text.contains("1 passed"), "{output:?}");
+        return;
+    }
+
+    let second = CudaDevice::open(1).expect("a second device");
+    let own = first.create_stream("own").expect("a stream");
+    let other = second.create_stream("other").expect("a stream");
+    let refused = |result: Result<(), DeviceError>, what| {
+        let expected = DeviceError::AnotherDevice {
+            what,
+            expected: first.id(),
+            got: second.id(),
+        };
+        assert_eq!(result, Err(expected));
+    };
+    refused(own.wait(&other.record().expect("recorded")), "wait, event");
+    refused(first.check_stream("test", &other), "test");
+    let pool = Pool::new(first.clone(), 8 << 20);
+    let mut block = pool
+        .allocate(8, DType::U8, Purpose::Workspace, &own)
+        .expect("allocated");
+    refused(block.record_use(&other), "record_use");
+    let error = pool.allocate(8, DType::U8, Purpose::Workspace, &other);
+    assert!(error.is_err());
+
+    // A stream of the host that only records waits for nothing.
+    let recorded = Recorder::new().host();
+    let recorded = recorded.create_stream("recorded").expect("a stream");
+    let event = recorded.record().expect("recorded");
+    for mixed in [
+        first.wait_for_host(&own, &event, LIMIT),
+        first.host_waits(&recorded, &own.record().expect("recorded"), LIMIT),
+    ] {
+        assert!(
+            matches!(mixed, Err(DeviceError::AnotherExecution { .. })),
+            "{mixed:?}"
+        );
+    }
+    own.synchronize(LIMIT).expect("sound");
 }

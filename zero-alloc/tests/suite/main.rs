@@ -4,6 +4,7 @@
 mod arena;
 mod conformance;
 mod host_streams;
+mod other_devices;
 mod planner_model;
 mod pool;
 mod schedule;

@@ -47,6 +47,9 @@ unsafe impl Device for Counting {
     fn kind(&self) -> DeviceKind {
         DeviceKind::Host
     }
+    fn check_stream(&self, what: &'static str, stream: &HostStream) -> Result<(), DeviceError> {
+        self.host.check_stream(what, stream)
+    }
     fn create_stream(&self, name: &str) -> Result<HostStream, DeviceError> {
         self.host.create_stream(name)
     }

@@ -268,6 +268,35 @@ fn a_use_on_another_stream_is_found() {
     }
 }
 
+/// Safe code may forget a part that it was given: the buffer is free after its operations all the
+/// same.
+#[test]
+fn forgotten_part_is_waited_for() {
+    for seed in 0..30 {
+        let device = HostDevice::seeded(seed);
+        let mut rings = Rings::new(&device, 1, Duration::ZERO);
+        for value in 1..4 {
+            let held = rings
+                .ring
+                .acquire(&rings.user, 0, SwapAccess::Overwrite)
+                .expect("enqueued");
+            // SAFETY: on the stream of the part.
+            let bytes = unsafe { held.bytes() };
+            fill(&rings.user, bytes, value, Duration::ZERO).expect("enqueued");
+            std::mem::forget(held);
+            // Another part in the same buffer, read or overwritten from another stream.
+            rings.apply(1, Use::Read).expect("enqueued");
+            rings
+                .apply(1, Use::OverwriteFromElsewhere)
+                .expect("enqueued");
+        }
+        rings.user.synchronize(LIMIT).expect("no failure");
+        rings.other_user.synchronize(LIMIT).expect("no failure");
+        let violations = device.violations();
+        assert!(violations.is_empty(), "seed {seed}: {violations:?}");
+    }
+}
+
 #[test]
 fn part_in_a_buffer_is_not_read_again() {
     let mut rings = Rings::new(&HostDevice::new(), 2, Duration::ZERO);

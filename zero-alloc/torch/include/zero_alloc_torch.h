@@ -2,7 +2,10 @@
  *
  * Every function may be called by any thread. No function throws: a failure is printed to stderr, kept for
  * zero_torch_last_error, and returned as null or -1. `stream` is a cudaStream_t (or CUstream) of the device's primary
- * context, also one of the default streams (0, cudaStreamLegacy, cudaStreamPerThread). */
+ * context, also one of the default streams (0, cudaStreamLegacy, cudaStreamPerThread).
+ *
+ * In a process that was forked after the first call, CUDA does not work. There functions that free or end something do
+ * nothing, since it is the parent's, and all others fail; none waits for a lock. */
 #ifndef ZERO_ALLOC_TORCH_H
 #define ZERO_ALLOC_TORCH_H
 
@@ -45,7 +48,8 @@ void zero_torch_abort_on_failure(int abort);
 
 /* Graph pools, as CUDAPluggableAllocator calls them: MempoolId_t is a std::pair of two 64-bit numbers, and the filter a
  * std::function, which the ABI of C++ passes by address. Blocks that are allocated while their stream is recorded stay
- * allocated until their pool is released, which waits for the device. */
+ * allocated until their pool is released as often as it was begun, which waits for the device; one that is freed later is
+ * returned at once, after the same wait. */
 typedef struct zero_torch_pool_id {
     uint64_t first;
     uint64_t second;

@@ -262,17 +262,10 @@ impl Arena {
     fn free_block(&self, block: Block<CudaDevice>, tag: Tag) -> Result<(), ArenaError> {
         match tag.recording {
             Some(Recording::InPool(id)) => {
-                self.graphs.lock().keep(id, block);
-                Ok(())
+                let released = self.graphs.lock().keep(id, block);
+                released.map_or(Ok(()), |block| self.free_after_all(block))
             }
-            Some(Recording::InCache) => {
-                if let Err(error) = interop::synchronize_context(&self.device) {
-                    // A graph may use the memory, so nobody gets it.
-                    std::mem::forget(block);
-                    return Err(error.into());
-                }
-                Ok(())
-            }
+            Some(Recording::InCache) => self.free_after_all(block),
             None if tag.streams().any(|stream| self.is_recorded(stream)) => {
                 self.deferred.lock().push((block, tag));
                 self.deferred_count.fetch_add(1, Ordering::Release);
@@ -280,6 +273,18 @@ impl Arena {
             }
             None => self.free_after_uses(block, &tag),
         }
+    }
+
+    /// Frees a block that graphs have used, which are gone: launches of them may still run on any
+    /// stream, so the host waits for the device.
+    fn free_after_all(&self, block: Block<CudaDevice>) -> Result<(), ArenaError> {
+        if let Err(error) = interop::synchronize_context(&self.device) {
+            // A graph may use the memory, so nobody gets it.
+            std::mem::forget(block);
+            return Err(error.into());
+        }
+        drop(block);
+        Ok(())
     }
 
     /// Whether the stream lives and is being recorded.
@@ -293,7 +298,9 @@ impl Arena {
         let home = [&tag.home].into_iter().filter(|home| home.stream.may_end());
         for user in users.chain(home) {
             match self.end_of(user) {
-                Ok(end) => block.record_end_of_use(&user.stream, end),
+                // SAFETY: an event behind everything on the stream; the program frees the block, so
+                // that it enqueues no more uses of it.
+                Ok(end) => unsafe { block.record_end_of_use(&user.stream, end) },
                 Err(error) => {
                     // The device has failed. The memory may be in use, so nobody gets it.
                     std::mem::forget(block);
@@ -367,13 +374,13 @@ impl Arena {
             .store(graphs.open_count(), Ordering::Release);
     }
 
-    /// Frees what a graph pool kept. Its graphs are gone, but launches of them may still run on any
-    /// stream, so the host waits for the device. If that fails, the blocks stay.
+    /// Ends a graph's use of its pool. The last one frees what the pool kept: launches of the graphs
+    /// may still run on any stream, so the host waits for the device. If that fails, the blocks stay.
     pub(crate) fn release_graph_pool(&self, id: GraphPoolId) -> Result<(), ArenaError> {
-        if self.graphs.lock().keeps(id) {
+        if self.graphs.lock().frees_at_release(id) {
             interop::synchronize_context(&self.device)?;
-            drop(self.graphs.lock().release(id));
         }
+        drop(self.graphs.lock().release(id));
         Ok(())
     }
 }

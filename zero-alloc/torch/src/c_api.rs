@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_double, c_int, c_void};
-use std::io::Write;
 use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +11,8 @@ use parking_lot::Mutex;
 use zero_alloc::cuda::{CudaDevice, interop};
 
 use crate::arena::Arena;
-use crate::error::{ArenaError, guard, with_last_error};
+use crate::error::{ArenaError, guard, guard_end, with_last_error};
+use crate::fork;
 use crate::graphs::GraphPoolId;
 use crate::statistics::Statistics;
 use crate::svg::svg;
@@ -50,6 +50,11 @@ fn guard_device<R>(
     body: impl FnOnce() -> Result<R, ArenaError>,
 ) -> R {
     guard(call, failed, || on_any_device(body))
+}
+
+/// As [`guard_end`], for calls that use a device.
+fn guard_end_device(call: &'static str, body: impl FnOnce() -> Result<(), ArenaError>) {
+    guard_end(call, || on_any_device(body));
 }
 
 fn place(device: c_int) -> Result<(usize, &'static OnceLock<Arena>), ArenaError> {
@@ -101,10 +106,9 @@ pub unsafe extern "C" fn zero_torch_malloc(
         Ok(ptr.as_ptr().cast())
     });
     if ptr.is_null() && ABORT_ON_FAILURE.load(Ordering::Relaxed) {
-        let _ = writeln!(
-            std::io::stderr(),
+        fork::print(
             "zero-alloc-torch: ending the process: as the allocator of the whole process it must not return null, \
-             which PyTorch does not check"
+             which PyTorch does not check",
         );
         std::process::abort();
     }
@@ -126,7 +130,7 @@ pub unsafe extern "C" fn zero_torch_free(
     if ptr.is_null() {
         return;
     }
-    guard_device("free", (), || {
+    guard_end_device("free", || {
         if arena(device)?.free(ptr.cast())? {
             Ok(())
         } else {
@@ -144,7 +148,7 @@ pub unsafe extern "C" fn zero_torch_record_stream(ptr: *mut c_void, stream: *mut
     if ptr.is_null() {
         return;
     }
-    guard_device("record_stream", (), || {
+    guard_end_device("record_stream", || {
         for arena in arenas() {
             if arena.record_stream(ptr.cast(), stream)? {
                 return Ok(());
@@ -172,7 +176,7 @@ pub unsafe extern "C" fn zero_torch_forget_stream(device: c_int, stream: *mut c_
 /// Returns free memory to the devices, for `set_reset_fn`, which is `torch.cuda.empty_cache`.
 #[unsafe(no_mangle)]
 pub extern "C" fn zero_torch_empty_cache() {
-    guard_device("empty_cache", (), || {
+    guard_end_device("empty_cache", || {
         for arena in arenas() {
             // Keeps the peak of the reserved bytes.
             arena.statistics();
@@ -241,19 +245,20 @@ pub extern "C" fn zero_torch_begin_graph_pool(
 /// Closes a graph pool, for `set_end_allocate_to_pool_fn`.
 #[unsafe(no_mangle)]
 pub extern "C" fn zero_torch_end_graph_pool(device: c_int, id: GraphPoolId) {
-    guard_device("end_graph_pool", (), || {
+    guard_end_device("end_graph_pool", || {
         arena_or_new(device)?.end_graph_pool(id);
         Ok(())
     });
 }
 
-/// Frees what a graph pool kept, for `set_release_pool`.
+/// Ends a use of a graph pool, which a call of [`zero_torch_begin_graph_pool`] began, for
+/// `set_release_pool`: the last one frees what the pool kept.
 ///
 /// # Safety
 /// The graphs of the pool are not launched any more.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn zero_torch_release_graph_pool(device: c_int, id: GraphPoolId) {
-    guard_device("release_graph_pool", (), || {
+    guard_end_device("release_graph_pool", || {
         arena_or_new(device)?.release_graph_pool(id)
     });
 }

@@ -7,6 +7,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use zero_alloc::AllocError;
 use zero_alloc::device::DeviceError;
 
+use crate::fork;
+
 /// The reason why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ArenaError {
@@ -30,6 +32,11 @@ pub(crate) enum ArenaError {
         cause: Box<AllocError>,
         held: String,
     },
+    #[error(
+        "this process was forked from one that uses the arena, and CUDA does not work in it: start it in another way \
+         (multiprocessing_context=\"spawn\" of a DataLoader), or keep CUDA tensors out of it"
+    )]
+    Forked,
     #[error("a null pointer, or a string that is not UTF-8")]
     BadArgument,
     #[error("{path}: {cause}")]
@@ -56,12 +63,18 @@ pub(crate) fn with_last_error<R>(f: impl FnOnce(&str) -> R) -> Option<R> {
 }
 
 /// Runs the body of the C function `call`. An error or a panic is printed and kept as the last
-/// error, and `failed` returned.
+/// error, and `failed` returned. In a forked child the body does not run.
 pub(crate) fn guard<R>(
     call: &'static str,
     failed: R,
     body: impl FnOnce() -> Result<R, ArenaError>,
 ) -> R {
+    if fork::is_child() {
+        let text = keep(call, &ArenaError::Forked.to_string());
+        fork::print(&text);
+        return failed;
+    }
+
     // The arena's locks are not poisoned by a panic, and its invariants hold whenever they are free.
     let text = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(result)) => return result,
@@ -69,12 +82,26 @@ pub(crate) fn guard<R>(
         Err(panic) => format!("internal error: {}", text_of(&*panic)),
     };
 
-    let text = format!("zero-alloc-torch: {call}: {text}");
+    let text = keep(call, &text);
     // A closed stderr must not panic.
     let _ = writeln!(std::io::stderr(), "{text}");
-    // A thread that is ending keeps no text.
-    let _ = LAST.try_with(|last| *last.borrow_mut() = text);
     failed
+}
+
+/// As [`guard`], for calls that free or end something: in a forked child they do nothing, since it is
+/// the parent's.
+pub(crate) fn guard_end(call: &'static str, body: impl FnOnce() -> Result<(), ArenaError>) {
+    if !fork::is_child() {
+        guard(call, (), body);
+    }
+}
+
+/// Keeps the text of an error of `call` as the thread's last one, and returns it.
+fn keep(call: &str, error: &str) -> String {
+    let text = format!("zero-alloc-torch: {call}: {error}");
+    // A thread that is ending keeps no text.
+    let _ = LAST.try_with(|last| last.borrow_mut().clone_from(&text));
+    text
 }
 
 fn text_of(panic: &(dyn std::any::Any + Send)) -> &str {

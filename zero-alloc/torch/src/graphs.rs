@@ -27,18 +27,39 @@ pub(crate) enum Recording {
     InCache,
 }
 
+/// A graph pool in use.
+struct GraphPool {
+    id: GraphPoolId,
+    /// The graphs that were recorded into it and are not released: PyTorch begins and releases a pool
+    /// once for each.
+    graphs: usize,
+    /// Its freed blocks.
+    kept: Vec<Block<CudaDevice>>,
+}
+
 /// The graph pools of one device.
 #[derive(Default)]
 pub(crate) struct GraphPools {
     /// Open pools, the newest last.
     open: Vec<GraphPoolId>,
-    /// Freed blocks of pools that are not released.
-    kept: Vec<(GraphPoolId, Block<CudaDevice>)>,
+    used: Vec<GraphPool>,
 }
 
 impl GraphPools {
     pub(crate) fn begin(&mut self, id: GraphPoolId) {
         self.open.push(id);
+        match self.pool(id) {
+            Some(pool) => pool.graphs += 1,
+            None => self.used.push(GraphPool {
+                id,
+                graphs: 1,
+                kept: Vec::new(),
+            }),
+        }
+    }
+
+    fn pool(&mut self, id: GraphPoolId) -> Option<&mut GraphPool> {
+        self.used.iter_mut().find(|pool| pool.id == id)
     }
 
     pub(crate) fn end(&mut self, id: GraphPoolId) {
@@ -58,19 +79,37 @@ impl GraphPools {
         self.open.len()
     }
 
-    /// Keeps a freed block until its pool is released.
-    pub(crate) fn keep(&mut self, id: GraphPoolId, block: Block<CudaDevice>) {
-        self.kept.push((id, block));
+    /// Keeps a freed block until its pool is released. Returns it if that has happened, such as that
+    /// of a result that outlives its graph.
+    pub(crate) fn keep(
+        &mut self,
+        id: GraphPoolId,
+        block: Block<CudaDevice>,
+    ) -> Option<Block<CudaDevice>> {
+        match self.pool(id) {
+            Some(pool) => {
+                pool.kept.push(block);
+                None
+            }
+            None => Some(block),
+        }
     }
 
-    /// Whether blocks of a pool are kept.
-    pub(crate) fn keeps(&self, id: GraphPoolId) -> bool {
-        self.kept.iter().any(|(pool, _)| *pool == id)
+    /// Whether the next release of a pool frees blocks.
+    pub(crate) fn frees_at_release(&mut self, id: GraphPoolId) -> bool {
+        self.pool(id)
+            .is_some_and(|pool| pool.graphs == 1 && !pool.kept.is_empty())
     }
 
-    /// Removes the blocks of a pool that is released.
+    /// Releases a pool. Returns its blocks if no graph uses it any more.
     pub(crate) fn release(&mut self, id: GraphPoolId) -> Vec<Block<CudaDevice>> {
-        let released = self.kept.extract_if(.., |(pool, _)| *pool == id);
-        released.map(|(_, block)| block).collect()
+        let Some(at) = self.used.iter().position(|pool| pool.id == id) else {
+            return Vec::new();
+        };
+        self.used[at].graphs -= 1;
+        match self.used[at].graphs {
+            0 => self.used.swap_remove(at).kept,
+            _ => Vec::new(),
+        }
     }
 }

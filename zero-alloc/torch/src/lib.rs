@@ -8,12 +8,14 @@
 //! - `c_api`: the C functions. No error and no panic crosses them: they print to stderr and return.
 //! - `arena`: one device's pool, and the rules by which blocks are allocated and freed.
 //! - `streams`: PyTorch's streams, with their end if they are destroyed.
+//! - `fork`: children of a process that uses the arena.
 //! - `graphs`: memory that recorded graphs use.
 //! - `statistics`, `svg`: what the arena holds.
 
 mod arena;
 pub mod c_api;
 mod error;
+mod fork;
 mod graphs;
 mod statistics;
 mod streams;

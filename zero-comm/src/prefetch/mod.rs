@@ -48,7 +48,7 @@ use zero_alloc::{AllocError, Pool};
 pub use plan::{PlannedStep, plan_step};
 pub use report::{OrderCheck, PrefetchReport};
 pub use step::PrefetchStep;
-pub use unsharded::Unsharded;
+pub use unsharded::{OwnShard, Unsharded};
 
 use crate::{CommError, Communicator};
 use live::{Lease, Live};
@@ -174,9 +174,8 @@ pub trait ShardSource<D: Device>: Send {
     fn shard_elems(&self) -> Vec<usize>;
 
     /// Enqueues filling `own` with the shard of `unit`, in the order of `comm_stream`, and returns
-    /// `own`; or returns other memory of the device that has the shard for the work enqueued on
-    /// `comm_stream` next. `own` is this rank's part of the gathered unit. The host should not
-    /// wait.
+    /// `None`; or returns other memory of the device that has the shard for the work enqueued on
+    /// `comm_stream` next. The host should not wait.
     ///
     /// # Errors
     /// A stream or a collective returned an error.
@@ -184,8 +183,8 @@ pub trait ShardSource<D: Device>: Send {
         &mut self,
         comm_stream: &D::Stream,
         unit: usize,
-        own: AnySlice,
-    ) -> Result<AnySlice, PrefetchError>;
+        own: OwnShard<'_>,
+    ) -> Result<Option<AnySlice>, PrefetchError>;
 }
 
 enum Shards<D: Device> {
@@ -518,7 +517,7 @@ impl<D: Device> Prefetcher<D> {
                     &**comm,
                     comm_stream,
                     (shard.len(), shard.dtype()),
-                    |_| Ok(shard),
+                    |_| Ok(Some(shard)),
                     lease,
                 )
             }

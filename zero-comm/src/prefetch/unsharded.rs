@@ -1,6 +1,7 @@
 //! A gathered unit and its memory.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::time::Duration;
 
 use zero_alloc::device::{
@@ -11,6 +12,75 @@ use zero_alloc::{Block, Pool, Purpose};
 use super::PrefetchError;
 use super::live::Lease;
 use crate::Communicator;
+
+/// The place of this rank's shard in a unit that is about to be gathered, for one call of
+/// [`ShardSource::fetch`](crate::ShardSource::fetch).
+///
+/// Why it is no slice: the memory is the prefetcher's, who frees it, and later gathers have it
+/// again. A source that keeps the place does not compile:
+///
+/// ```compile_fail
+/// # use zero_alloc::device::{AnySlice, DType};
+/// # use zero_alloc::host::{HostDevice, HostStream};
+/// # use zero_comm::{OwnShard, PrefetchError, ShardSource};
+/// struct Keep(Option<OwnShard<'static>>);
+///
+/// impl ShardSource<HostDevice> for Keep {
+/// #   fn dtype(&self) -> DType { DType::F32 }
+/// #   fn shard_elems(&self) -> Vec<usize> { vec![4] }
+///     fn fetch(
+///         &mut self,
+///         _comm_stream: &HostStream,
+///         _unit: usize,
+///         own: OwnShard<'_>,
+///     ) -> Result<Option<AnySlice>, PrefetchError> {
+///         self.0 = Some(own);
+///         Ok(None)
+///     }
+/// }
+/// ```
+///
+/// Nor does one that has a slice of it without `unsafe`:
+///
+/// ```compile_fail,E0133
+/// # use zero_alloc::device::AnySlice;
+/// # use zero_comm::OwnShard;
+/// fn slice(own: &OwnShard<'_>) -> AnySlice {
+///     own.slice()
+/// }
+/// ```
+#[derive(Debug)]
+pub struct OwnShard<'a> {
+    slice: AnySlice,
+    _call: PhantomData<&'a mut ()>,
+}
+
+impl OwnShard<'_> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.slice.len()
+    }
+
+    /// Whether it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.slice.is_empty()
+    }
+
+    /// The type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.slice.dtype()
+    }
+
+    /// The elements.
+    ///
+    /// # Safety
+    /// The slice is used only by operations that this call of
+    /// [`ShardSource::fetch`](crate::ShardSource::fetch) enqueues: on its stream, or on streams that
+    /// wait for it before them and that it waits for after them.
+    pub unsafe fn slice(&self) -> AnySlice {
+        self.slice
+    }
+}
 
 /// A gathered unit. Dropping it frees its memory in stream order; pass it to
 /// `PrefetchStep::reshard` so that it can be kept.
@@ -49,8 +119,8 @@ impl<D: Device> Drop for Unsharded<D> {
 
 impl<D: Device> Unsharded<D> {
     /// Enqueues the gather of this rank's shard and those of the others on `comm_stream`, into a
-    /// block of `pool`. `shard` returns it, given its place in the block; it has `len` elements of
-    /// `dtype`.
+    /// block of `pool`. `shard` fills its place in the block, or returns it elsewhere; it has `len`
+    /// elements of `dtype`.
     ///
     /// # Errors
     /// The pool is out of memory, `shard` failed, or the collective was not enqueued.
@@ -59,7 +129,7 @@ impl<D: Device> Unsharded<D> {
         comm: &dyn Communicator<D>,
         comm_stream: &D::Stream,
         (len, dtype): (usize, DType),
-        shard: impl FnOnce(AnySlice) -> Result<AnySlice, PrefetchError>,
+        shard: impl FnOnce(OwnShard<'_>) -> Result<Option<AnySlice>, PrefetchError>,
         lease: Lease,
     ) -> Result<Self, PrefetchError> {
         let mut block = pool.allocate(
@@ -72,8 +142,12 @@ impl<D: Device> Unsharded<D> {
         // communication stream below, the user's stream by `Drop`.
         let slice = unsafe { block.slice() };
         let own = slice.slice(comm.rank() * len..(comm.rank() + 1) * len);
-        let enqueued =
-            shard(own).and_then(|shard| Ok(comm.all_gather(comm_stream, shard, slice)?));
+        let place = OwnShard {
+            slice: own,
+            _call: PhantomData,
+        };
+        let enqueued = shard(place)
+            .and_then(|shard| Ok(comm.all_gather(comm_stream, shard.unwrap_or(own), slice)?));
         block.record_use(comm_stream)?;
         enqueued?;
         let gathered = comm_stream.record()?;

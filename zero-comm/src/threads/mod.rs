@@ -127,6 +127,7 @@ unsafe impl Communicator<HostDevice> for ThreadsComm {
 
     fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
         checked.check(self.group(), DeviceId::HOST)?;
+        stream.check_runs(checked.call.collective.name())?;
         // Held during `stream.enqueue`, so that sequence numbers follow the stream's order.
         let mut enqueued = self.enqueued.lock();
         let sequence = enqueued.sequence;

@@ -65,6 +65,10 @@ unsafe impl Device for Model {
         DeviceKind::Simulated
     }
 
+    fn check_stream(&self, _what: &'static str, _stream: &ModelStream) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     fn create_stream(&self, name: &str) -> Result<ModelStream, DeviceError> {
         let id = self.memory.create_stream(name)?.id();
         Ok(ModelStream {

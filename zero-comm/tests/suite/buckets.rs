@@ -424,11 +424,9 @@ fn scattered_parts_give_the_plain_sum() {
                 unreachable!()
             };
             let mut read = vec![0f32; kept.len()];
-            copy(
-                &streams.compute,
-                reduced.wait_on(&streams.compute).unwrap(),
-                view(&mut read),
-            );
+            // SAFETY: read on this stream, while the sum lives.
+            let sum = unsafe { reduced.slice_on(&streams.compute) }.unwrap();
+            copy(&streams.compute, sum, view(&mut read));
             streams.synchronize();
             assert_eq!(read, kept, "the stream that reads waits for the sum");
             kept

@@ -9,6 +9,7 @@ mod conformance;
 #[cfg(feature = "cuda")]
 mod corpus;
 mod faults;
+mod other_devices;
 mod overlap;
 mod prefetch;
 mod seeded;

@@ -439,8 +439,9 @@ fn every_order_of_unit_reductions_gives_the_same() {
                 enqueue(compute, grad.slice(0..0), grad, move |_, g| g.fill(value));
                 let into = match sums[rank * 2 + unit].take() {
                     Some(earlier) => {
-                        let (sum, copy) =
-                            (earlier.wait_on(reader).unwrap(), Rank::slice(&blocks[4]));
+                        // SAFETY: read on this stream, while the sum lives.
+                        let sum = unsafe { earlier.slice_on(reader) }.unwrap();
+                        let copy = Rank::slice(&blocks[4]);
                         device
                             .copy(reader, sum, copy.slice(3 * unit..3 * unit + 3))
                             .unwrap();
@@ -454,11 +455,9 @@ fn every_order_of_unit_reductions_gives_the_same() {
         }
         for (rank, (compute, blocks, ..)) in ranks.iter().enumerate() {
             for unit in 0..2 {
-                let sum = sums[rank * 2 + unit]
-                    .take()
-                    .unwrap()
-                    .wait_on(compute)
-                    .unwrap();
+                let sum = sums[rank * 2 + unit].take().unwrap();
+                // SAFETY: read on this stream; nothing writes it any more.
+                let sum = unsafe { sum.slice_on(compute) }.unwrap();
                 device
                     .copy(
                         compute,

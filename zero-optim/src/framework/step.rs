@@ -154,6 +154,12 @@ impl<D: Device> Step<'_, D> {
         })
     }
 
+    /// Ends the run on all ranks, for an adapter that finds that the step must not go on, such as a
+    /// tensor that still uses parameters: every later call returns `why`, and nothing is updated.
+    pub fn fail(&mut self, why: &str) {
+        self.core.fail(why);
+    }
+
     /// The factor that the loss is multiplied by before backward; 1 unless the run is in fp16.
     pub fn loss_scale(&self) -> f64 {
         self.core.optim.loss_scale()

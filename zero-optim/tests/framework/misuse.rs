@@ -259,6 +259,41 @@ fn missing_gradients_are_named() {
     }
 }
 
+/// A step that an adapter fails has no update at any stage, and all ranks have the reason.
+#[test]
+fn failed_step_has_no_update() {
+    for stage in ZeroStage::ALL {
+        let run = |comm: ThreadsComm| {
+            use zero_comm::Communicator;
+            let rank = comm.rank();
+            let mut zero = builder(comm, stage).build(init).unwrap();
+            let mut step = zero.begin().unwrap();
+            let computed = micro_batch(&mut step, rank);
+            if rank == 1 {
+                step.fail("a tensor is kept");
+                let refused = step.forward("a", |_| Ok::<_, Error>(())).unwrap_err();
+                assert!(
+                    refused.to_string().contains("a tensor is kept"),
+                    "{refused}"
+                );
+            }
+            let ended = computed.and_then(|loss| Ok(step.end(loss)?));
+            let errors = [
+                ended.map(drop).unwrap_err().to_string(),
+                zero.begin().map(drop).unwrap_err().to_string(),
+                zero.save("never").unwrap_err().to_string(),
+            ];
+            (errors, zero.steps())
+        };
+        for (errors, steps) in on_ranks(2, run) {
+            assert_eq!(steps, 0, "{stage:?}");
+            for error in errors {
+                assert!(error.contains("a tensor is kept"), "{stage:?}: {error}");
+            }
+        }
+    }
+}
+
 /// Each misuse at each stage.
 #[test]
 #[cfg_attr(miri, ignore = "minutes; `misuses_are_errors` has some of them")]

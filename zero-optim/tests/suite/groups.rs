@@ -195,13 +195,11 @@ fn readers_of_gradients_are_ordered_around_the_statistics() {
         // SAFETY: the writes precede the event, and no others follow; the block is dropped at the
         // end.
         let reduced = unsafe { Reduced::new(grad, writer.record().unwrap()) };
-        device
-            .copy(&before, reduced.wait_on(&before).unwrap(), first)
-            .unwrap();
+        // SAFETY: read on the stream, while the gradient lives.
+        let read_on = |stream| unsafe { reduced.slice_on(stream) }.unwrap();
+        device.copy(&before, read_on(&before), first).unwrap();
         optim.enqueue_stats(&compute, &[&reduced]).unwrap();
-        device
-            .copy(&after, reduced.wait_on(&after).unwrap(), second)
-            .unwrap();
+        device.copy(&after, read_on(&after), second).unwrap();
         for stream in [&writer, &compute, &before, &after] {
             stream.synchronize(LIMIT).unwrap();
         }

@@ -15,7 +15,7 @@ use zero_optim::StepOutcome;
 use zero_optim::framework::{Builder, Params, Step};
 use zero_shard::ZeroStage;
 
-use crate::tensors::{Named, Result, Tape, Uses, collect, fill, hand_over, setting};
+use crate::tensors::{Named, Result, StepUses, Tape, Uses, collect, fill, hand_over, setting};
 use crate::train::{TrainStep, ZeroBurn, differentiate};
 
 const FIRST: &str = "first";
@@ -101,17 +101,18 @@ impl<F: Block, B: Block, L: Block> TrainStep<'_, Chain<F, B, L>> {
             recompute: self.stage == ZeroStage::Three,
         };
 
-        let first = Unit::new(FIRST, &chain.first);
+        let uses = &self.uses;
+        let first = Unit::new(FIRST, &chain.first, uses);
         let (of_first, mut hidden) = pass.forward(&first, (), &run_first)?;
         let mut saved = Vec::new();
         for (number, block) in chain.layers.iter().enumerate() {
-            let unit = Unit::new(layer_unit(number), block);
+            let unit = Unit::new(layer_unit(number), block, uses);
             let (of_layer, output) = pass.forward(&unit, hidden, &layer)?;
             saved.push((unit, of_layer));
             hidden = output;
         }
 
-        let unit = Unit::new(LAST, &chain.last);
+        let unit = Unit::new(LAST, &chain.last, uses);
         let (loss, mut upstream) = pass.last(&unit, &hidden, last)?;
         while let Some((unit, of_layer)) = saved.pop() {
             let input = of_layer.input().clone();
@@ -161,11 +162,11 @@ struct Unit<'a, M> {
 }
 
 impl<'a, M: Module> Unit<'a, M> {
-    fn new(name: impl Into<String>, template: &'a M) -> Self {
+    fn new(name: impl Into<String>, template: &'a M, uses: &StepUses) -> Self {
         Self {
             name: name.into(),
             template,
-            uses: Uses::new(),
+            uses: uses.of_unit(),
         }
     }
 
@@ -282,7 +283,7 @@ impl Pass<'_, '_> {
             ))
         })?;
 
-        unit.uses.check(&unit.name)?;
+        unit.uses.check(self.step, &unit.name)?;
         hand_over(self.step, named)?;
         Ok((loss, of_input))
     }
@@ -310,7 +311,7 @@ impl Pass<'_, '_> {
             is_same.and(gradients)
         })?;
 
-        unit.uses.check(&unit.name)?;
+        unit.uses.check(self.step, &unit.name)?;
         hand_over(self.step, named)?;
         Ok(of_input)
     }

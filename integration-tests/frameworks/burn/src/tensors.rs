@@ -120,23 +120,51 @@ pub(crate) enum Tape {
     Off,
 }
 
-/// Counts the tensors that use parameters.
-pub(crate) struct Uses(Arc<()>);
+/// Counts the tensors that use parameters in a step.
+pub(crate) struct StepUses(Arc<()>);
 
-impl Uses {
+/// Counts those of a unit, or of the whole model.
+pub(crate) struct Uses {
+    step: Arc<()>,
+    tensors: Arc<()>,
+}
+
+impl StepUses {
     pub(crate) fn new() -> Self {
         Self(Arc::new(()))
     }
 
-    /// Checks that no tensor is left.
-    pub(crate) fn check(&self, unit: &str) -> Result<()> {
-        if Arc::strong_count(&self.0) > 1 {
-            return Err(FrameworkError::Kept { unit: unit.into() });
+    /// The uses of a unit.
+    pub(crate) fn of_unit(&self) -> Uses {
+        Uses {
+            step: Arc::clone(&self.0),
+            tensors: Arc::new(()),
         }
-        // Reads of tensors that other threads dropped come before the writes of the update.
-        fence(Ordering::Acquire);
-        Ok(())
     }
+
+    /// Fails `step` if a tensor is left, also one of a call that returned an error or panicked:
+    /// before what writes parameters.
+    pub(crate) fn check(&self, step: &mut Step<'_, HostDevice>) -> Result<()> {
+        check(&self.0, step, "the model")
+    }
+}
+
+impl Uses {
+    /// Fails `step` if a tensor is left.
+    pub(crate) fn check(&self, step: &mut Step<'_, HostDevice>, unit: &str) -> Result<()> {
+        check(&self.tensors, step, unit)
+    }
+}
+
+fn check(uses: &Arc<()>, step: &mut Step<'_, HostDevice>, unit: &str) -> Result<()> {
+    if Arc::strong_count(uses) > 1 {
+        let kept = FrameworkError::Kept { unit: unit.into() };
+        step.fail(&kept.to_string());
+        return Err(kept);
+    }
+    // Reads of tensors that other threads dropped come before the writes of the update.
+    fence(Ordering::Acquire);
+    Ok(())
 }
 
 /// Replaces placeholders with views.
@@ -188,6 +216,17 @@ impl<F: FnMut(&str) -> Result<ParamView>> ModuleMapper for Fill<'_, F> {
         let (id, placeholder, mapper) = param.consume();
         let is_trained = self.tape == Tape::On && placeholder.is_require_grad();
 
+        let shape = placeholder.dims().map(|dim| dim as u64);
+        if *view.shape() != shape {
+            let error = setting(format!(
+                "{} has the shape {:?} in the run, and {shape:?} in the model: the run is of another \
+                 model",
+                self.path.name(),
+                view.shape()
+            ));
+            self.error.get_or_insert(error);
+            return Param::from_mapped_value(id, placeholder, mapper);
+        }
         let data = data_of(view, self.uses, placeholder.dims());
         let options = (&placeholder.device(), data.dtype());
         let tensor = Tensor::from_data(data, options).set_require_grad(is_trained);
@@ -198,15 +237,16 @@ impl<F: FnMut(&str) -> Result<ParamView>> ModuleMapper for Fill<'_, F> {
 /// The memory of a parameter, and the count of its uses.
 struct Elements {
     view: ParamView,
-    _uses: Arc<()>,
+    /// Of the step and of the unit.
+    _uses: [Arc<()>; 2],
 }
 
 impl AsRef<[u8]> for Elements {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: it is only read, since burn copies shared bytes before it writes. At stage 3 the
-        // call that returned the view fails if the view outlives it. At the other stages
-        // `Uses::check` fails, before the step can end, if a tensor still has it; then there is no
-        // update, and the run has ended.
+        // call that returned the view fails the step if the view outlives it. At the other stages
+        // parameters are written by `Step::end`, before which `StepUses::check` fails the step if a
+        // tensor still has the view; then there is no update, and the run has ended.
         let slice = unsafe { self.view.slice() };
         let Ok(bytes) = slice.bytes().typed::<u8>() else {
             unreachable!("`bytes` has elements of u8")
@@ -226,7 +266,7 @@ fn data_of<const D: usize>(view: ParamView, uses: &Uses, shape: [usize; D]) -> T
     };
     let elements = bytes::Bytes::from_owner(Elements {
         view,
-        _uses: Arc::clone(&uses.0),
+        _uses: [Arc::clone(&uses.step), Arc::clone(&uses.tensors)],
     });
     let elements = Bytes::from_shared(elements, AllocationProperty::Other);
     TensorData::from_bytes(elements, shape, dtype)

@@ -11,7 +11,9 @@ use zero_optim::StepOutcome;
 use zero_optim::framework::{Builder, Step, Zero};
 use zero_shard::ZeroStage;
 
-use crate::tensors::{Initial, Load, Result, Tape, Uses, collect, fill, hand_over, setting};
+use crate::tensors::{
+    Initial, Load, Result, StepUses, Tape, Uses, collect, fill, hand_over, setting,
+};
 
 /// The unit of a parameter by its path: everything up to the first number, such as
 /// `encoder.layers.3` of `encoder.layers.3.norm_2.gamma`, or else the first name.
@@ -91,6 +93,7 @@ impl<M: Module> ZeroBurn<M> {
             step: self.zero.begin()?,
             template: &self.template,
             units: &self.units,
+            uses: StepUses::new(),
             loss: None,
         })
     }
@@ -141,6 +144,8 @@ pub struct TrainStep<'a, M> {
     pub(crate) template: &'a M,
     pub(crate) stage: ZeroStage,
     units: &'a [String],
+    /// The tensors that use parameters.
+    pub(crate) uses: StepUses,
     /// The loss of the last micro-batch.
     loss: Option<f64>,
 }
@@ -157,7 +162,7 @@ impl<M: Module> TrainStep<'_, M> {
     ///
     /// # Errors
     /// The stage is 3, which needs a [`Chain`](crate::Chain); a tensor outside of the call keeps a
-    /// parameter; an earlier micro-batch of the step has no gradient of a parameter; or a rank
+    /// parameter, which ends the run on all ranks; an earlier micro-batch of the step has no gradient of a parameter; or a rank
     /// failed.
     pub fn backward(&mut self, loss: impl FnOnce(&M) -> Tensor<1>) -> Result<()> {
         if self.stage == ZeroStage::Three {
@@ -167,13 +172,13 @@ impl<M: Module> TrainStep<'_, M> {
         }
         self.next_micro_batch()?;
 
-        let uses = Uses::new();
+        let uses = self.uses.of_unit();
         let model = self.whole_model(&uses)?;
         let (value, mut gradients) = differentiate(loss(&model), self.step.loss_scale());
         let named = collect(&model, "", &mut gradients);
 
         drop((model, gradients));
-        uses.check("the model")?;
+        uses.check(&mut self.step, "the model")?;
         hand_over(&mut self.step, named)?;
         self.loss = Some(value);
         Ok(())
@@ -211,9 +216,10 @@ impl<M: Module> TrainStep<'_, M> {
     /// the outcome, are means over ranks and micro-batches.
     ///
     /// # Errors
-    /// There was no backward, a parameter has no gradient, micro-batches are missing, or a rank
-    /// failed. The run has then ended on all ranks.
-    pub fn end(self) -> Result<StepOutcome> {
+    /// There was no backward, a parameter has no gradient, micro-batches are missing, a tensor keeps
+    /// a parameter, or a rank failed. The run has then ended on all ranks.
+    pub fn end(mut self) -> Result<StepOutcome> {
+        self.uses.check(&mut self.step)?;
         match self.loss {
             Some(loss) => self.step.end(loss),
             None => Err(setting("the step had no backward".into())),

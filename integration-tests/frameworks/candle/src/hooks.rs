@@ -77,6 +77,8 @@ struct Inner {
     source: Mutex<Option<Box<dyn SimpleBackend>>>,
     trains: Box<dyn Fn(&str) -> bool + Send + Sync>,
     params: Mutex<Vec<Param>>,
+    /// The names of the parameters that are not trained.
+    frozen: Mutex<Vec<String>>,
     sink: Sink,
 }
 
@@ -104,6 +106,7 @@ impl ShardedVars {
             source,
             trains: Box::new(trains),
             params: Mutex::default(),
+            frozen: Mutex::default(),
             sink: Sink::default(),
         }))
     }
@@ -128,6 +131,11 @@ impl ShardedVars {
     pub(crate) fn finish_loading(&self) -> Vec<Param> {
         *self.0.source.lock() = None;
         self.0.params.lock().clone()
+    }
+
+    /// The names of the loaded parameters that are not trained.
+    pub(crate) fn frozen(&self) -> Vec<String> {
+        self.0.frozen.lock().clone()
     }
 
     /// Claims the gradients; `None` if there is another optimizer.
@@ -168,6 +176,7 @@ impl SimpleBackend for ShardedVars {
         };
         let values = source.get(shape.clone(), name, init, dtype, device)?;
         if !(self.0.trains)(name) {
+            self.0.frozen.lock().push(name.to_owned());
             return Ok(values.detach());
         }
 

@@ -33,6 +33,9 @@ fn access(
     tensor.inplace_op1(&Access(Cell::new(Some(with))))
 }
 
+/// The storage type of a tensor without elements, in candle's errors.
+pub(crate) const RELEASED: &str = "F4";
+
 /// The storage of a tensor without elements. Why not an empty one of F32: candle's kernels read as
 /// many elements as the tensor's shape has. For this type each of them returns an error.
 fn no_elements() -> CpuStorage {

@@ -7,7 +7,7 @@
 //!
 //! Whole tensors of candle are written after each update.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
@@ -34,6 +34,12 @@ type Failure = Box<dyn Error + Send + Sync>;
 
 pub(crate) fn candle_error(error: impl Into<Failure>) -> candle_core::Error {
     let error: Failure = error.into();
+    if let Some(FrameworkError::Twice { name }) = error.downcast_ref().map(FrameworkError::cause) {
+        return candle_core::Error::msg(format!(
+            "{name} got a second gradient in one micro-batch: an earlier backward of the micro-batch \
+             failed; after an error of TrainStep::backward the step cannot go on"
+        ));
+    }
     match error.downcast_ref() {
         Some(of_zero) if is_missing(of_zero) => candle_core::Error::msg(format!(
             "{error}. candle's backward ends at operations without one, such as candle_nn's fused \
@@ -136,14 +142,14 @@ impl ZeroAdamW {
                 params.len() - 1
             );
         };
-        let created = Self::create(Arc::clone(&comm), claim, params, config);
+        let created = Self::create(Arc::clone(&comm), claim, (params, vars.frozen()), config);
         created.inspect_err(|error| comm.abort(&error.to_string()))
     }
 
     fn create(
         comm: Arc<dyn Communicator<HostDevice>>,
         claim: Claim,
-        params: Vec<Param>,
+        (params, frozen): (Vec<Param>, Vec<String>),
         config: ZeroConfig,
     ) -> Result<Self> {
         let kernels = HostKernels::new(1).map_err(candle_error)?;
@@ -187,6 +193,12 @@ impl ZeroAdamW {
             });
         }
 
+        let frozen = frozen.iter().map(|name| (config.unit_of)(name));
+        let mut frozen: HashSet<String> = frozen.map(str::to_owned).collect();
+        for unit in &units {
+            frozen.remove(&unit.name);
+        }
+
         let are_sharded = config.stage == ZeroStage::Three;
         if are_sharded {
             params.iter().try_for_each(|param| release(&param.tensor))?;
@@ -199,6 +211,7 @@ impl ZeroAdamW {
                 params,
                 units,
                 unit_of,
+                frozen,
                 are_sharded,
             },
             record: Record::default(),
@@ -216,9 +229,12 @@ impl ZeroAdamW {
         run: impl for<'s> FnOnce(&mut TrainStep<'s, 'm>) -> Result<()>,
     ) -> Result<StepOutcome> {
         let step = self.zero.begin().map_err(candle_error)?;
-        let mut step = TrainStep::new(step, &self.units, &mut self.record);
+        let units = &self.units;
+        let mut step = TrainStep::new(step, units, &mut self.record, true);
         // The other ranks get this cause, rather than that the step was dropped.
-        run(&mut step).inspect_err(|error| self.comm.abort(&error.to_string()))?;
+        run(&mut step)
+            .map_err(|error| units.explain(error))
+            .inspect_err(|error| self.comm.abort(&error.to_string()))?;
 
         let outcome = step.end();
         let outcome = outcome.inspect_err(|error| self.comm.abort(&error.to_string()))?;
@@ -246,9 +262,11 @@ impl ZeroAdamW {
         run: impl for<'s> FnOnce(&mut TrainStep<'s, 'm>) -> Result<Tensor>,
     ) -> Result<f64> {
         let step = self.zero.begin().map_err(candle_error)?;
-        let mut step = TrainStep::new(step, &self.units, &mut self.record);
+        let units = &self.units;
+        let mut step = TrainStep::new(step, units, &mut self.record, false);
         // The other ranks get this cause, rather than that the step was dropped.
         let loss = run(&mut step).and_then(|loss| scalar(&loss));
+        let loss = loss.map_err(|error| units.explain(error));
         let loss = loss.inspect_err(|error| self.comm.abort(&error.to_string()))?;
 
         let mean = step.end_validation(loss);

@@ -27,7 +27,7 @@ use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::UnitSpec;
-use zero_trainer::{Batch, Grad, Model, ModelError, ModelRanks, Pass};
+use zero_trainer::{Batch, Grad, IGNORED, Model, ModelError, ModelRanks, Pass};
 
 use crate::ops::Threads;
 use crate::ops::dropout::Draws;
@@ -222,7 +222,10 @@ pub(crate) trait HostArch: Send + Sync + 'static {
 }
 
 /// A model on the host, whose logits can be read.
-pub trait HostModel: Model<HostDevice> {
+///
+/// # Safety
+/// As for [`Model`]; it also writes to `out`.
+pub unsafe trait HostModel: Model<HostDevice> {
     /// Enqueues the logits of this rank's tokens, `[tokens, vocab]`, after a forward of every pass.
     ///
     /// # Errors
@@ -423,7 +426,8 @@ impl<A: HostArch> Decoder<A> {
     }
 }
 
-impl<A: HostArch> HostModel for Decoder<A> {
+// SAFETY: as for `Model`.
+unsafe impl<A: HostArch> HostModel for Decoder<A> {
     fn logits(
         &self,
         stream: &HostStream,
@@ -457,7 +461,7 @@ impl<A: HostArch> HostModel for Decoder<A> {
 }
 
 /// Checks the lengths of a batch, and that documents begin before their tokens.
-fn check_batch(batch: &Batch, options: &ModelOptions) -> Result<(), ModelError> {
+fn check_batch(batch: &Batch, options: &ModelOptions, vocab: usize) -> Result<(), ModelError> {
     let tokens = options.micro_batch * options.seq_len;
     let seq = options.seq_len;
     let lens = [&batch.inputs, &batch.targets, &batch.starts].map(Vec::len);
@@ -476,6 +480,23 @@ fn check_batch(batch: &Batch, options: &ModelOptions) -> Result<(), ModelError> 
             "the document of token {at} of row {} begins at token {start}, after it",
             row / seq
         )));
+    }
+
+    // A kernel reads the row of a token, and writes that of its gradient.
+    let is_token = |token: u32| (token as usize) < vocab;
+    let input = batch.inputs.iter().position(|&token| !is_token(token));
+    let is_target = |token: u32| is_token(token) || token == IGNORED;
+    let target = batch.targets.iter().position(|&token| !is_target(token));
+    for (what, tokens, at) in [
+        ("input", &batch.inputs, input),
+        ("target", &batch.targets, target),
+    ] {
+        if let Some(at) = at {
+            return Err(ModelError::from(format!(
+                "{what} {at} of the batch is token {}, and the model has {vocab}: use data of its tokenizer",
+                tokens[at]
+            )));
+        }
     }
 
     Ok(())
@@ -538,9 +559,11 @@ fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
         .unwrap_or(0)
 }
 
-impl<A: HostArch> Model<HostDevice> for Decoder<A> {
+// SAFETY: the slices are used by the operations that a call enqueues on its stream, which is always
+// the same, and by collectives on it.
+unsafe impl<A: HostArch> Model<HostDevice> for Decoder<A> {
     fn set_batch(&mut self, _stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
-        check_batch(batch, &self.options)?;
+        check_batch(batch, &self.options, self.arch.vocab())?;
         let own = self.part.batch(batch, self.options.seq_len);
         self.whole = Arc::new(batch.clone());
         self.batch = own.map_or_else(|| Arc::clone(&self.whole), Arc::new);

@@ -191,6 +191,33 @@ fn wrong_documents_are_refused() {
     );
 }
 
+/// A kernel would read another row than those of the embedding.
+#[test]
+fn tokens_outside_of_the_vocabulary_are_refused() {
+    let tiny = Tiny::new(LLAMA);
+    let mut model = tiny.model(1, 4);
+    let vocab = tiny.config.vocab_size() as u32;
+    let mut set = |input: u32, target: u32| {
+        let batch = Batch::plain([0, 1, input, 0], [0, 1, 0, target]);
+        let set = model.set_batch(&tiny.stream, &batch);
+        set.map_err(|error| error.to_string())
+    };
+    set(vocab - 1, vocab - 1).unwrap();
+    set(0, IGNORED).unwrap();
+    for token in [vocab, IGNORED] {
+        let error = set(token, 0).unwrap_err();
+        assert!(
+            error.contains(&format!("input 2 of the batch is token {token}")),
+            "{error}"
+        );
+    }
+    let error = set(0, vocab).unwrap_err();
+    assert!(
+        error.contains(&format!("target 3 of the batch is token {vocab}")),
+        "{error}"
+    );
+}
+
 /// A workload of which only some targets are trained, unevenly over the rows of a step.
 struct Masked<'a>(&'a dyn Workload<HostDevice>);
 

@@ -150,7 +150,8 @@ struct BlockedModel {
     steps: u64,
 }
 
-impl Model<HostDevice> for BlockedModel {
+// SAFETY: every call is the wrapped model's.
+unsafe impl Model<HostDevice> for BlockedModel {
     fn set_batch(&mut self, stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
         self.inner.set_batch(stream, batch)
     }

@@ -199,7 +199,8 @@ impl<D: Device> HostOptimizer<D> {
         unit: usize,
         reduced: &Reduced<D>,
     ) -> Result<(), TrainError> {
-        let slice = reduced.wait_on(&self.copies)?;
+        // SAFETY: used by the host's stream behind `done`; the next reduction waits for `released`.
+        let slice = unsafe { reduced.slice_on(&self.copies) }?;
         let done = self.copies.record()?;
         rank.pool
             .device()

@@ -179,20 +179,18 @@ impl<D: Device> HostParams<D> {
         stream: &D::Stream,
         unit: usize,
         own: AnySlice,
-    ) -> Result<AnySlice, DeviceError> {
+    ) -> Result<Option<AnySlice>, DeviceError> {
         self.deliver(stream, unit)?;
         match &mut self.place {
             Place::Direct(slices)
             | Place::Pinned {
                 on_device: Some(slices),
                 ..
-            } => Ok(slices[unit]),
-            Place::Pinned { slices, .. } => {
-                self.device.copy(stream, slices[unit], own)?;
-                Ok(own)
-            }
-            Place::OnFile(file) => file.fetch(&self.device, stream, unit, own),
+            } => return Ok(Some(slices[unit])),
+            Place::Pinned { slices, .. } => self.device.copy(stream, slices[unit], own)?,
+            Place::OnFile(file) => file.fetch(&self.device, stream, unit, own)?,
         }
+        Ok(None)
     }
 }
 
@@ -270,11 +268,10 @@ impl<D: Device> OnFile<D> {
         stream: &D::Stream,
         unit: usize,
         own: AnySlice,
-    ) -> Result<AnySlice, DeviceError> {
+    ) -> Result<(), DeviceError> {
         let held = self.gathers.acquire(stream, unit, SwapAccess::Read)?;
         // SAFETY: read by an operation of the stream, before the drop.
-        device.copy(stream, unsafe { held.elems(self.dtype) }, own)?;
-        Ok(own)
+        device.copy(stream, unsafe { held.elems(self.dtype) }, own)
     }
 }
 

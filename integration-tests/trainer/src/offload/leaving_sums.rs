@@ -222,7 +222,9 @@ impl<D: Device> LeavingSums<D> {
         let copies = &self.copies;
         let update = &self.update;
         let leaving = &mut self.leaving[self.next];
-        let left = reduced.wait_on(copies)?;
+        // SAFETY: copied on the stream, before `copied`, which the next write of the buffer waits for;
+        // where the host uses it, for `added`, too.
+        let left = unsafe { reduced.slice_on(copies) }?;
 
         let arrival = |from| Arrival {
             unit,

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, DType, Device, Stream};
-use zero_comm::{PrefetchError, ShardSource};
+use zero_comm::{OwnShard, PrefetchError, ShardSource};
 
 use crate::error::TrainError;
 use crate::mesh::Replicas;
@@ -164,15 +164,18 @@ impl<D: Device> ShardSource<D> for SharedShards<D> {
         &mut self,
         comm_stream: &D::Stream,
         unit: usize,
-        own: AnySlice,
-    ) -> Result<AnySlice, PrefetchError> {
+        own: OwnShard<'_>,
+    ) -> Result<Option<AnySlice>, PrefetchError> {
         let mut shards = self.0.lock();
         if let Some(shard) = shards.deliver(comm_stream, unit)? {
-            return Ok(shard);
+            return Ok(Some(shard));
         }
         let Some(updates) = &shards.updates else {
-            return Ok(own);
+            return Ok(None);
         };
+        // SAFETY: used by copies on `comm_stream`, and by a gather on another stream, which waits
+        // for it before and which it waits for afterwards.
+        let own = unsafe { own.slice() };
         let Some(replicas) = &shards.replicas else {
             return Ok(updates.lock().fetch(comm_stream, unit, own)?);
         };
@@ -181,6 +184,6 @@ impl<D: Device> ShardSource<D> for SharedShards<D> {
         let part = replicas.part_of(own);
         updates.lock().fetch(comm_stream, unit, part)?;
         comm_stream.wait(&replicas.gather(&comm_stream.record()?, own)?)?;
-        Ok(own)
+        Ok(None)
     }
 }

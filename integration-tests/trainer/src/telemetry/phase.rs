@@ -153,7 +153,8 @@ impl<'a, D: Device> Phased<'a, D> {
     }
 }
 
-impl<D: Device> Model<D> for Phased<'_, D> {
+// SAFETY: every call is the wrapped model's.
+unsafe impl<D: Device> Model<D> for Phased<'_, D> {
     fn set_batch(&mut self, stream: &D::Stream, batch: &Batch) -> Result<(), ModelError> {
         self.model.set_batch(stream, batch)
     }

@@ -299,6 +299,11 @@ impl Point {
         }
     }
 
+    /// The id of its context's memory.
+    pub(crate) fn device(&self) -> DeviceId {
+        self.context.id()
+    }
+
     pub(crate) fn raw(&self) -> sys::CUevent {
         self.raw
     }

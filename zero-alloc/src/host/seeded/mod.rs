@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::checker::{Access, Checker};
+use super::execution::{Execution, next_number};
 use super::queue::{Item, Op, StreamInfo};
 use super::{HostEvent, HostStream};
 use crate::device::{BlockNote, DeviceError, Stream};
@@ -50,6 +51,8 @@ pub(super) fn progress() -> u64 {
 pub(super) struct Scheduler(Arc<Shared>);
 
 struct Shared {
+    /// Different for any two schedulers of the process.
+    number: u64,
     state: Mutex<State>,
     turn: Condvar,
 }
@@ -114,9 +117,15 @@ impl Scheduler {
             violations: Vec::new(),
         };
         Self(Arc::new(Shared {
+            number: next_number(),
             state: Mutex::new(state),
             turn: Condvar::new(),
         }))
+    }
+
+    /// How its streams run.
+    pub(super) fn execution(&self) -> Execution {
+        Execution::Seeded(self.0.number)
     }
 
     pub(super) fn violations(&self) -> Vec<Violation> {

@@ -160,7 +160,7 @@ impl SeededStream {
             ordered,
             clock: OnceLock::new(),
         };
-        HostEvent::new(Arc::clone(&self.info.name), Some(mark))
+        HostEvent::of_scheduler(&self.info, mark)
     }
 
     /// Runs a few steps of any streams; half of the time, no step.

@@ -102,3 +102,75 @@ fn cuda_torch_graph_without_a_pool_is_waited_for() {
     assert_eq!(error_of(|| free(block)), "");
     assert_eq!(statistics().live_bytes, before);
 }
+
+/// `del graph`, then `del out`.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_torch_result_that_outlives_its_graph_is_returned() {
+    let fixture = open();
+    let stream = fixture.stream("recorded");
+    let before = statistics().live_bytes;
+    for round in 0..4 {
+        let id = pool(100 + round);
+        let mut out = std::ptr::null_mut();
+        zero_torch_begin_graph_pool(0, id(), std::ptr::null_mut());
+        let record = || {
+            out = malloc(BLOCK_BYTES, &stream);
+            fixture
+                .device
+                .fill_zero(&stream, fixture.slice(out, BLOCK_BYTES))
+        };
+        let graph = stream.capture(record).expect("recorded");
+        zero_torch_end_graph_pool(0, id());
+        // SAFETY: the block is live until the launch has run, for which the free waits.
+        unsafe { graph.launch(&stream) }.expect("enqueued");
+        drop(graph);
+        // SAFETY: the graph is gone.
+        let released = || unsafe { zero_torch_release_graph_pool(0, id()) };
+        assert_eq!(error_of(released), "");
+        assert_eq!(statistics().live_bytes, before + BLOCK_BYTES as u64);
+        assert_eq!(error_of(|| free(out)), "");
+        assert_eq!(statistics().live_bytes, before, "round {round}");
+    }
+}
+
+/// Two graphs share a pool: the memory of both is kept until both are gone.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_torch_shared_pool_is_kept_for_its_last_graph() {
+    let fixture = open();
+    let stream = fixture.stream("recorded");
+    let before = statistics().live_bytes;
+    let id = pool(200);
+    let mut graphs = Vec::new();
+    let mut blocks = Vec::new();
+    for _ in 0..2 {
+        zero_torch_begin_graph_pool(0, id(), std::ptr::null_mut());
+        let record = || {
+            let block = malloc(BLOCK_BYTES, &stream);
+            blocks.push(block);
+            fixture
+                .device
+                .fill_zero(&stream, fixture.slice(block, BLOCK_BYTES))?;
+            free(block);
+            Ok(())
+        };
+        graphs.push(stream.capture(record).expect("recorded"));
+        zero_torch_end_graph_pool(0, id());
+    }
+
+    let both = before + 2 * BLOCK_BYTES as u64;
+    assert_eq!(statistics().live_bytes, both);
+    // SAFETY: the graph that is released is gone, and the other keeps the pool.
+    let release = || unsafe { zero_torch_release_graph_pool(0, id()) };
+    drop(graphs.pop());
+    assert_eq!(error_of(release), "");
+    assert_eq!(statistics().live_bytes, both, "the first graph lives");
+    // SAFETY: the arena keeps the graph's memory.
+    unsafe { graphs[0].launch(&stream) }.expect("enqueued");
+    drop(graphs);
+    assert_eq!(error_of(release), "");
+    assert_eq!(statistics().live_bytes, before);
+    // One more has no effect.
+    assert_eq!(error_of(release), "");
+}

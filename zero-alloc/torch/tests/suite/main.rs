@@ -5,6 +5,7 @@
 mod c_program;
 mod devices;
 mod failures;
+mod fork;
 mod graphs;
 mod python;
 mod statistics;

@@ -38,7 +38,7 @@ pub(crate) type Result<T> = std::result::Result<T, FrameworkError>;
 pub(crate) struct Model {
     input: Linear,
     encoder: TransformerEncoder,
-    head: Linear,
+    pub(crate) head: Linear,
 }
 
 /// The same as a list of blocks.

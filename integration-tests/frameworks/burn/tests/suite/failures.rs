@@ -1,13 +1,19 @@
 //! Misuse is an error that names the parameter, the block or the setting.
 
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::tensor::Tensor;
 use burn_zero::{Chain, ZeroBurn, unit_of_block};
+use zero_alloc::host::HostDevice;
+use zero_comm::Solo;
 use zero_comm::threads::ThreadsComm;
+use zero_optim::framework::{Rank, Zero};
 use zero_shard::ZeroStage;
 
-use crate::common::{Batch, Constant, Model, Place, Result, builder, on_ranks};
+use crate::common::{Batch, Blocks, Constant, Model, Place, Result, builder, on_ranks};
 
 /// Runs `work` on two ranks. Returns their errors.
 fn errors(work: impl Fn(ThreadsComm, Place) -> Result<()> + Sync) -> Vec<String> {
@@ -41,7 +47,7 @@ fn kept_parameter_is_an_error() {
             let chain = Model::new(1).into_blocks();
             let mut run = ZeroBurn::chain(chain, builder(comm, stage)?)?;
             let batch = Batch::of_rank(0, place);
-            let kept = std::cell::RefCell::new(Vec::new());
+            let kept = RefCell::new(Vec::new());
             let result = run.step_chain(
                 |first| {
                     kept.borrow_mut().push(first.weight.val());
@@ -54,6 +60,132 @@ fn kept_parameter_is_an_error() {
         });
         assert_all_contain(&errors, &["still in use", "first"]);
     }
+}
+
+/// The elements of a parameter's tensor.
+fn elements(kept: &Tensor<2>) -> Vec<f32> {
+    let values = kept.clone().inner().into_data().try_into_vec();
+    values.expect("fp32")
+}
+
+/// How the first backward ends: its tensor is kept, and the error or the panic ignored.
+#[derive(Clone, Copy, Debug)]
+enum First {
+    Returns,
+    Panics,
+}
+
+const FIRST: [First; 2] = [First::Returns, First::Panics];
+
+/// Ignores the failure of a backward that keeps a tensor, and goes on: the step has failed, and
+/// nothing writes to the tensor.
+fn check_kept<M: Module>(
+    run: &mut ZeroBurn<M>,
+    mut backward: impl FnMut(&mut burn_zero::TrainStep<'_, M>, Option<First>) -> Result<()>,
+    kept: &RefCell<Vec<Tensor<2>>>,
+    how: First,
+) -> Result<()> {
+    let mut step = run.begin()?;
+    let first = catch_unwind(AssertUnwindSafe(|| backward(&mut step, Some(how))));
+    assert!(!matches!(first, Ok(Ok(()))), "{how:?}");
+    let before: Vec<_> = kept.borrow().iter().map(elements).collect();
+    assert!(!before.is_empty());
+
+    let _second = backward(&mut step, None);
+    let ended = step.end().map(drop);
+    ended.expect_err("the step has failed");
+    let error = run.begin().map(drop).expect_err("the run has failed");
+    run.resume("nowhere").expect_err("the run has failed");
+    let after: Vec<_> = kept.borrow().iter().map(elements).collect();
+    assert_eq!(before, after, "{how:?}");
+    Err(error)
+}
+
+#[test]
+fn kept_parameter_is_not_written() {
+    for stage in [ZeroStage::Zero, ZeroStage::One, ZeroStage::Two] {
+        for how in FIRST {
+            let errors = errors(|comm, place| {
+                let mut run = ZeroBurn::new(Model::new(1), builder(comm, stage)?, unit_of_block)?;
+                let batch = Batch::of_rank(0, place);
+                let kept = RefCell::new(Vec::new());
+                let backward = |step: &mut burn_zero::TrainStep<'_, Model>, first| {
+                    step.backward(|model| {
+                        if let Some(how) = first {
+                            kept.borrow_mut().push(model.head.weight.val());
+                            assert!(!matches!(how, First::Panics), "on purpose");
+                        }
+                        model.loss(&batch)
+                    })
+                };
+                check_kept(&mut run, backward, &kept, how)
+            });
+            // The reason is the tensor, or that its rank dropped the step.
+            assert_all_contain(&errors, &["an earlier step did not end"]);
+        }
+    }
+}
+
+#[test]
+fn kept_parameter_of_a_block_is_not_written() {
+    for stage in ZeroStage::ALL {
+        for how in FIRST {
+            let errors = errors(|comm, place| {
+                let chain = Model::new(1).into_blocks();
+                let mut run = ZeroBurn::chain(chain, builder(comm, stage)?)?;
+                let batch = Batch::of_rank(0, place);
+                let kept = RefCell::new(Vec::new());
+                let backward = |step: &mut burn_zero::TrainStep<'_, Blocks>, first| {
+                    step.backward_chain(
+                        |block| {
+                            if let Some(how) = first {
+                                kept.borrow_mut().push(block.weight.val());
+                                assert!(!matches!(how, First::Panics), "on purpose");
+                            }
+                            block.forward(batch.input())
+                        },
+                        |layer, hidden| layer.forward(hidden, None, None),
+                        |last, hidden| last.forward(hidden).mean(),
+                    )
+                };
+                check_kept(&mut run, backward, &kept, how)
+            });
+            assert_all_contain(&errors, &["an earlier step did not end"]);
+        }
+    }
+}
+
+/// Safe code can exchange the runs below two models.
+#[test]
+fn run_of_another_model_is_refused() {
+    let errors = errors(|comm, _| {
+        let mut run = ZeroBurn::new(
+            Model::new(1),
+            builder(comm, ZeroStage::Zero)?,
+            unit_of_block,
+        )?;
+        let device = burn::tensor::Device::flex().autodiff();
+        let other = Other {
+            input: LinearConfig::new(7, 32).init(&device),
+        };
+        let rank = Rank::on_host(Solo::new(HostDevice::new()))?;
+        let builder = Zero::builder(rank).stage(ZeroStage::Zero);
+        let mut other = ZeroBurn::new(other, builder, unit_of_block)?;
+        std::mem::swap(run.zero(), other.zero());
+        let input = Tensor::<2>::ones([1, 7], &device);
+        let outcome = other.step(|model| model.input.forward(input).mean());
+        outcome.map(drop)
+    });
+    assert_all_contain(
+        &errors,
+        &["input.weight has the shape [5, 32]", "another model"],
+    );
+}
+
+/// A model whose parameter has a name of [`Model`]'s, and another shape.
+#[derive(Module, Debug)]
+struct Other {
+    input: Linear,
 }
 
 #[test]

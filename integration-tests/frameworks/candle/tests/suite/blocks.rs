@@ -1,13 +1,16 @@
 //! Models that run in blocks, whose parameters stage 3 gathers for each of them.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::thread;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{AdamW, Optimizer, VarBuilder, VarMap};
-use candle_zero::{ShardedVars, ZeroAdamW, ZeroConfig};
+use candle_zero::{ShardedVars, TrainStep, ZeroAdamW, ZeroConfig};
 use zero_alloc::Purpose;
 use zero_alloc::host::HostDevice;
 use zero_comm::threads::World;
@@ -16,7 +19,7 @@ use zero_optim::StepOutcome;
 use zero_shard::{Widths, ZeroStage};
 
 use crate::common::{ADAMW, RANKS, ROWS, STEPS, batch, config, largest_error};
-use crate::models::{Lm, Parts, unit_of, weights};
+use crate::models::{Block, Lm, Parts, unit_of, weights};
 
 fn config_in_blocks(stage: ZeroStage) -> ZeroConfig {
     ZeroConfig {
@@ -314,7 +317,7 @@ fn parameters_outside_of_their_block_are_an_error() {
         step.block("layers.1", &data.0, tokens).map(drop)
     });
     let error = wrong_unit.unwrap_err().to_string();
-    assert!(error.contains("F4"), "{error}");
+    assert!(error.contains("used outside of the block"), "{error}");
 
     let mut rank = alone(ZeroStage::Three);
     let no_unit = rank
@@ -342,10 +345,197 @@ fn block_that_the_loss_does_not_use_is_an_error() {
         step.backward(&x)
     });
     let error = outcome.unwrap_err().to_string();
+    let expected = "does not depend on the output of block layers.1";
+    assert!(error.contains(expected), "{error}");
+}
+
+/// The error of a step of one rank in which `run` misuses the blocks. It names the misuse, at all
+/// stages, and no type or method of others.
+fn misuse(
+    stage: ZeroStage,
+    run: impl for<'s, 'm> Fn(&mut TrainStep<'s, 'm>, Vec<Part<'m>>, &Tensor) -> Result<()>,
+) -> String {
+    let (tokens, targets) = batch(0, 0..ROWS).unwrap();
+    let Rank {
+        model, mut zero, ..
+    } = alone(stage);
+    let outcome = zero.step(|step| run(step, model.blocks(&targets), &tokens));
+    let error = outcome.unwrap_err().to_string();
+    for of_others in ["F4", "next_micro_batch", "rms_norm", "dtype"] {
+        assert!(!error.contains(of_others), "{stage}: {error}");
+    }
+    error
+}
+
+type Part<'m> = (String, Block<'m>);
+
+fn forward<'m>(step: &mut TrainStep<'_, 'm>, parts: Vec<Part<'m>>, x: &Tensor) -> Result<Tensor> {
+    let mut x = x.clone();
+    for (unit, block) in parts {
+        x = step.block(&unit, &x, block)?;
+    }
+    Ok(x)
+}
+
+#[test]
+fn second_forward_before_backward_is_named() {
+    for stage in ZeroStage::ALL {
+        let (tokens, targets) = batch(0, 0..ROWS).unwrap();
+        let Rank {
+            model, mut zero, ..
+        } = alone(stage);
+        let outcome = zero.step(|step| {
+            let first = forward(step, model.blocks(&targets), &tokens)?;
+            let second = forward(step, model.blocks(&targets), &tokens)?;
+            step.backward(&first)?;
+            step.backward(&second)
+        });
+        let error = outcome.unwrap_err().to_string();
+        let expected = "block tokens ran a second time before backward: call TrainStep::backward";
+        assert!(error.contains(expected), "{stage}: {error}");
+    }
+}
+
+#[test]
+fn block_used_twice_is_named() {
+    for stage in ZeroStage::ALL {
+        let error = misuse(stage, |step, parts, tokens| {
+            let mut x = tokens.clone();
+            for (unit, block) in parts {
+                let block = Rc::new(block);
+                let again = Rc::clone(&block);
+                x = step.block(&unit, &x, move |x| block(x))?;
+                if unit == "layers.0" {
+                    x = step.block(&unit, &x, move |x| again(x))?;
+                }
+            }
+            step.backward(&x)
+        });
+        assert!(
+            error.contains("block layers.0 ran a second time"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn intermediate_of_a_block_in_the_loss_is_named() {
+    for stage in ZeroStage::ALL {
+        let error = misuse(stage, |step, parts, tokens| {
+            let kept = Rc::new(RefCell::new(None));
+            let mut x = tokens.clone();
+            for (unit, block) in parts {
+                let keep = (unit == "layers.0").then(|| Rc::clone(&kept));
+                x = step.block(&unit, &x, move |x| {
+                    let output = block(x)?;
+                    if let Some(keep) = &keep {
+                        *keep.borrow_mut() = Some(output.clone());
+                    }
+                    Ok(output)
+                })?;
+            }
+            let kept = kept.take().expect("the block ran");
+            step.backward(&(x + kept.sqr()?.mean_all()?)?)
+        });
+        let expected = "pass on only what the function of TrainStep::block returns";
+        assert!(error.contains(expected), "{stage}: {error}");
+    }
+}
+
+/// The code is that of a model without frozen blocks, at all stages; a name that no parameter has
+/// is still an error.
+#[test]
+fn frozen_block_runs_as_any_other() {
+    let losses = ZeroStage::ALL.map(|stage| {
+        let vars = ShardedVars::new(weights(Parts::Llama, 2).unwrap(), |name| {
+            !name.starts_with("layers.1.") && !name.starts_with("tokens.")
+        });
+        let model = Lm::load(Parts::Llama, 2, &vars.var_builder(&Device::Cpu)).unwrap();
+        let comm = Arc::new(Solo::new(HostDevice::new()));
+        let mut zero = ZeroAdamW::new(comm, &vars, config_in_blocks(stage)).unwrap();
+        let losses: Vec<f64> = (0..4)
+            .map(|_| {
+                let (tokens, targets) = batch(0, 0..ROWS).unwrap();
+                let outcome = zero.step(|step| {
+                    let loss = forward(step, model.blocks(&targets), &tokens)?;
+                    step.backward(&loss)
+                });
+                outcome.unwrap().loss()
+            })
+            .collect();
+        let unknown = zero.step(|step| {
+            let x = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+            step.block("layers.7", &x, |x| Ok(x.clone())).map(drop)
+        });
+        let error = unknown.unwrap_err().to_string();
+        assert!(error.contains("layers.7"), "{error}");
+        losses
+    });
+    assert!(losses[0][3] < losses[0][0], "{losses:?}");
     assert!(
-        error.contains("have no gradient") && error.contains("layers.1.query.weight"),
-        "{error}"
+        losses.iter().all(|of_stage| *of_stage == losses[0]),
+        "{losses:?}"
     );
+}
+
+#[test]
+fn panic_in_a_block_fails_the_step() {
+    for stage in ZeroStage::ALL {
+        let data = batch(0, 0..ROWS).unwrap();
+        let mut rank = alone(stage);
+        let outcome = rank.zero.step(|step| {
+            let panics = || {
+                step.block("tokens", &data.0, |_| panic!("on purpose"))
+                    .map(drop)
+            };
+            catch_unwind(AssertUnwindSafe(panics)).expect_err("a panic");
+            let next = forward(step, rank.model.blocks(&data.1), &data.0);
+            let error = next.unwrap_err().to_string();
+            assert!(error.contains("block tokens panicked"), "{stage}: {error}");
+            Ok(())
+        });
+        outcome.expect_err("the step has failed");
+        // The block's tensors are released.
+        let is_released = rank.model.loss(&data).is_err();
+        assert_eq!(is_released, stage == ZeroStage::Three);
+    }
+}
+
+/// Its graph has the parameters of the step before.
+#[test]
+fn stale_loss_is_refused() {
+    for stage in [ZeroStage::Zero, ZeroStage::One, ZeroStage::Two] {
+        let mut rank = alone(stage);
+        let loss = rank.model.loss(&batch(0, 0..ROWS).unwrap()).unwrap();
+        rank.zero.backward_step(&loss).unwrap();
+        let again = rank.zero.backward_step(&loss).unwrap_err().to_string();
+        assert!(again.contains("compute the loss again"), "{stage}: {again}");
+    }
+}
+
+#[test]
+fn evaluation_repeats_blocks_and_has_no_backward() {
+    for stage in ZeroStage::ALL {
+        let (tokens, targets) = batch(0, 0..ROWS).unwrap();
+        let Rank {
+            model, mut zero, ..
+        } = alone(stage);
+        let twice = zero.evaluate(|step| {
+            let first = forward(step, model.blocks(&targets), &tokens)?;
+            let second = forward(step, model.blocks(&targets), &tokens)?;
+            (first + second)? / 2.0
+        });
+        let once = zero.evaluate(|step| forward(step, model.blocks(&targets), &tokens));
+        assert!((twice.unwrap() - once.unwrap()).abs() < 1e-6);
+
+        let backward = zero.evaluate(|step| {
+            let loss = forward(step, model.blocks(&targets), &tokens)?;
+            step.backward(&loss)?;
+            Ok(loss)
+        });
+        let error = backward.unwrap_err().to_string();
+        assert!(error.contains("call ZeroAdamW::step"), "{stage}: {error}");
+    }
 }
 
 #[test]

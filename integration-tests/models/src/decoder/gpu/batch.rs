@@ -116,7 +116,7 @@ impl Batches {
 
     /// Enqueues the copy of a batch.
     pub(super) fn set(&mut self, stream: &CudaStream, batch: &Batch) -> Result<(), ModelError> {
-        check_batch(batch, &self.options)?;
+        check_batch(batch, &self.options, self.vocab)?;
         let own = self.part.batch(batch, self.options.seq_len);
         let own = own.as_ref().unwrap_or(batch);
         let Batch {

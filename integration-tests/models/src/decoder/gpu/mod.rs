@@ -33,7 +33,7 @@ use std::time::Duration;
 
 use zero_alloc::Pool;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
-use zero_alloc::device::{AnySlice, Device, DeviceSlice};
+use zero_alloc::device::{AnySlice, Device, DeviceSlice, Stream};
 use zero_kernels::cuda::Loader;
 use zero_shard::UnitSpec;
 use zero_trainer::{Batch, Grad, Model, ModelError, ModelRanks, Pass};
@@ -233,7 +233,10 @@ impl PassContext<'_> {
 }
 
 /// A model on a GPU, whose logits can be read.
-pub trait GpuModel: Model<CudaDevice> {
+///
+/// # Safety
+/// As for [`Model`]; it also writes to `out`.
+pub unsafe trait GpuModel: Model<CudaDevice> {
     /// Enqueues the logits of this rank's tokens, `[tokens, stride_elems(vocab)]`, after a forward of
     /// every pass. See [`stride_elems`](crate::cuda::cross_entropy::stride_elems).
     ///
@@ -250,6 +253,8 @@ pub trait GpuModel: Model<CudaDevice> {
 /// A decoder on a GPU.
 pub(crate) struct GpuDecoder<A: GpuArch> {
     arch: A,
+    /// The stream that orders the passes.
+    stream_id: u64,
     passes: Vec<Pass>,
     params: Vec<UnitParams>,
     ops: Ops,
@@ -337,6 +342,7 @@ impl<A: GpuArch> GpuDecoder<A> {
 
         Ok(Self {
             arch,
+            stream_id: stream.id(),
             passes,
             params,
             ops,
@@ -360,6 +366,17 @@ impl<A: GpuArch> GpuDecoder<A> {
     fn vocab_part(&self) -> usize {
         let tensor = self.tensor.as_ref();
         tensor.map_or_else(|| self.arch.vocab(), |tensor| tensor.part().len)
+    }
+
+    /// Refuses another stream than the one that orders the model's own buffers.
+    fn check_stream(&self, stream: &CudaStream) -> Result<(), ModelError> {
+        if stream.id() == self.stream_id {
+            return Ok(());
+        }
+        let name = stream.name();
+        Err(ModelError::from(format!(
+            "stream {name} is not the one that the model was made for"
+        )))
     }
 
     fn enqueue_forward(
@@ -468,13 +485,15 @@ impl<A: GpuArch> GpuDecoder<A> {
     }
 }
 
-impl<A: GpuArch> GpuModel for GpuDecoder<A> {
+// SAFETY: as for `Model`.
+unsafe impl<A: GpuArch> GpuModel for GpuDecoder<A> {
     fn logits(
         &self,
         stream: &CudaStream,
         params: &[AnySlice],
         out: AnySlice,
     ) -> Result<(), ModelError> {
+        self.check_stream(stream)?;
         if self.tensor.is_some() {
             return Err(ModelError::from(
                 "no rank of tensor parallelism has all logits: use Model::token_logits",
@@ -561,8 +580,11 @@ pub fn writes_grad(passes: usize, pass: usize) -> bool {
     (1..passes.saturating_sub(1)).contains(&pass)
 }
 
-impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
+// SAFETY: the slices are used by the operations that a call enqueues on its stream, and by
+// collectives on it.
+unsafe impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
     fn set_batch(&mut self, stream: &CudaStream, batch: &Batch) -> Result<(), ModelError> {
+        self.check_stream(stream)?;
         self.batches.set(stream, batch)
     }
 
@@ -572,6 +594,7 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
         pass: usize,
         params: &[AnySlice],
     ) -> Result<(), ModelError> {
+        self.check_stream(stream)?;
         // The pass reads row `pass - 1` and writes row `pass`.
         let reads = pass.checked_sub(1);
         let writes = (pass + 1 < self.passes.len()).then_some(pass);
@@ -600,6 +623,7 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
         grads: &[Grad],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), ModelError> {
+        self.check_stream(stream)?;
         let reads = pass.checked_sub(1);
         if let (Some(rows), Some(row)) = (&mut self.buffers.checkpoints, reads) {
             rows.before_read(stream, row)?;
@@ -624,6 +648,7 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
         params: &[AnySlice],
         tokens: usize,
     ) -> Result<(), ModelError> {
+        self.check_stream(stream)?;
         let ops = &self.ops;
         let flat = self.flat(self.passes.len() - 1, params);
         let Buffers {
@@ -662,6 +687,7 @@ impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
         params: &[AnySlice],
         token: usize,
     ) -> Result<AnySlice, ModelError> {
+        self.check_stream(stream)?;
         let flat = self.flat(self.passes.len() - 1, params);
         let Buffers { head, scratch, .. } = &self.buffers;
         let tokens = self.batches.targets().len();
