@@ -19,7 +19,7 @@ const ADDRESSES_KIB: &str = "8388608";
 
 const CHAT: &str = r#"{"messages": [{"role": "user", "content": "w2 w3"}, {"role": "assistant", "content": "w4"}]}"#;
 
-/// What is run on a folder.
+/// A command that uses a folder.
 #[derive(Clone, Copy)]
 enum Use {
     Train,
@@ -166,7 +166,7 @@ fn file_cases() -> Vec<Case> {
                     "socket" => drop(UnixListener::bind(&path).unwrap()),
                     "folder" => fs::create_dir(&path).unwrap(),
                     "dangling" => symlink("../../blobs/0123abcd", &path).unwrap(),
-                    _ => File::create(&path).unwrap().set_len(1 << 40).unwrap(),
+                    _ => File::create(&path).unwrap().set_len(1 << 32).unwrap(),
                 }
             };
             let expected = if kind == "huge" {
