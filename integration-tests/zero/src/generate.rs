@@ -1,7 +1,9 @@
 //! `zero generate`: continues a text with the model of a folder or of a checkpoint, on the host.
 
+use std::fs::File;
+use std::io::Read;
 use std::num::NonZero;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
@@ -18,6 +20,9 @@ use crate::error::CliError;
 use crate::flags::{check_positive, parse_whole};
 use crate::output::{bytes, print_note, print_text};
 use crate::settings::record::{RUN_JSON, RunRecord};
+
+/// Longest file of a prompt.
+const MAX_PROMPT_BYTES: u64 = 64 << 20;
 
 /// Continue a text with a model, on the CPU
 #[derive(Args, Clone, Debug)]
@@ -186,8 +191,7 @@ fn prompt(args: &GenerateArgs, codec: &Codec) -> Result<Vec<u32>, CliError> {
     let text = match (&args.token_ids, &args.prompt, &args.prompt_file) {
         (Some(tokens), ..) => return Ok(tokens.clone()),
         (None, Some(text), _) => text.clone().into_bytes(),
-        (None, None, Some(file)) => std::fs::read(file)
-            .map_err(|e| CliError::Usage(format!("{}: failed to read: {e}", file.display())))?,
+        (None, None, Some(file)) => read_prompt(file)?,
         // The group of these flags requires one.
         (None, None, None) => Vec::new(),
     };
@@ -198,6 +202,25 @@ fn prompt(args: &GenerateArgs, codec: &Codec) -> Result<Vec<u32>, CliError> {
         ));
     }
     Ok(tokens)
+}
+
+/// The text of a file or a pipe.
+fn read_prompt(path: &Path) -> Result<Vec<u8>, CliError> {
+    let failed =
+        |why: &dyn std::fmt::Display| CliError::Usage(format!("{}: {why}", path.display()));
+    let mut text = Vec::new();
+    let read = File::open(path).and_then(|file| {
+        file.take(MAX_PROMPT_BYTES + 1)
+            .read_to_end(&mut text)
+            .map(drop)
+    });
+    read.map_err(|e| failed(&format_args!("failed to read: {e}")))?;
+    if text.len() as u64 > MAX_PROMPT_BYTES {
+        return Err(failed(&format_args!(
+            "the prompt is longer than {MAX_PROMPT_BYTES} bytes"
+        )));
+    }
+    Ok(text)
 }
 
 /// The weights, and the run that made them.

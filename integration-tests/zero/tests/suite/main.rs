@@ -5,6 +5,7 @@ mod cli;
 mod config;
 mod edges;
 mod examples;
+mod folders;
 mod generate;
 #[cfg(target_os = "linux")]
 mod launcher;

@@ -367,3 +367,87 @@ impl fmt::Debug for Renderer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A folder with this template.
+    fn source(template: &str) -> TemplateSource {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
+        TemplateSource::read(dir.path(), 0).unwrap().unwrap()
+    }
+
+    fn request() -> Request {
+        let messages = json!([
+            {"role": "user", "content": "a", "n": 12_345_678_901_234_567_890_u64, "x": 0.1},
+            {"role": "assistant", "content": "b", "z": null, "y": [true]},
+        ]);
+        Request {
+            messages: serde_json::from_value(messages).unwrap(),
+            given: 0,
+            tools: None,
+        }
+    }
+
+    /// The replies of a worker to frames.
+    fn replies(frames: &[Vec<u8>]) -> Vec<Value> {
+        let mut out = Vec::new();
+        serve(&mut &frames.concat()[..], &mut out).unwrap();
+        let mut rest = &out[..];
+        let mut replies = Vec::new();
+        while let Some(reply) = read_value(&mut rest).unwrap() {
+            replies.push(reply);
+        }
+        replies
+    }
+
+    #[test]
+    fn worker_renders_as_the_process_itself() {
+        let template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}";
+        let own = source(template).compile().unwrap();
+        let Request { messages, .. } = request();
+        let own = own.render(&messages, 0, None).unwrap();
+
+        let request = to_frame(&request()).unwrap();
+        let frames = [
+            to_frame(&source(template)).unwrap(),
+            request.clone(),
+            request,
+        ];
+        let replies = replies(&frames);
+        assert_eq!(replies.len(), 3);
+        for reply in &replies[1..] {
+            let reply = reply.get_attr("Ok").unwrap();
+            assert_eq!(reply.get_attr("text").unwrap().as_str(), Some(&*own.text));
+        }
+    }
+
+    #[test]
+    fn errors_are_replies() {
+        let invalid = replies(&[to_frame(&source("{% if %}")).unwrap()]);
+        assert!(!invalid[0].get_attr("Err").unwrap().is_undefined());
+        let raises = source("{{ raise_exception('no tools') }}");
+        let replies = replies(&[to_frame(&raises).unwrap(), to_frame(&request()).unwrap()]);
+        let error = replies[1].get_attr("Err").unwrap().to_string();
+        assert!(error.contains("no tools"), "{error}");
+    }
+
+    #[test]
+    fn long_frame_is_not_read() {
+        let frame = to_frame(&"0123456789").unwrap();
+        assert!(matches!(
+            read_frame(&mut &frame[..], 11),
+            Ok(Frame::TooLong(12))
+        ));
+        assert!(matches!(
+            read_frame(&mut &frame[..], 12),
+            Ok(Frame::Whole(_))
+        ));
+        assert!(matches!(read_frame(&mut &frame[..2], 12), Ok(Frame::End)));
+        assert!(read_frame(&mut &frame[..6], 12).is_err());
+    }
+}

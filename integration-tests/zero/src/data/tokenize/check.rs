@@ -40,13 +40,14 @@ const MAX_UNIGRAM_TOKEN_BYTES: usize = 256;
 const MAX_IDS: u32 = 1 << 24;
 /// Backtracking steps of an expression on a probe. Those of known tokenizers take a few hundred.
 const MAX_BACKTRACKS: usize = 100_000;
-/// Length of a probe in repetitions.
+/// Length of a probe in bytes, at least.
 const PROBE_REPEATS: usize = 64;
 
 /// The parts of a tokenizer beside its model and added tokens.
 #[derive(Deserialize)]
 pub(super) struct Parts {
-    normalizer: Option<NormalizerWrapper>,
+    #[serde(default)]
+    normalizer: Value,
     pre_tokenizer: Option<PreTokenizerWrapper>,
     post_processor: Option<PostProcessorWrapper>,
     decoder: Option<DecoderWrapper>,
@@ -55,9 +56,11 @@ pub(super) struct Parts {
 impl Parts {
     /// Checks the parts. The error says what is wrong.
     pub(super) fn check(&self) -> Result<(), String> {
-        let normalizer = steps(&self.normalizer, "normalizers")?;
+        check_tables(&self.normalizer)?;
+        let normalizer = Option::<NormalizerWrapper>::deserialize(&self.normalizer);
+        let normalizer = normalizer.map_err(|e| format!("its normalizer: {e}"))?;
         let mut growth = 1;
-        for step in &normalizer {
+        for step in &steps(&normalizer, "normalizers")? {
             growth = grown(growth, normalizer_growth(step)?).map_err(in_part("normalizer"))?;
         }
 
@@ -83,6 +86,26 @@ impl Parts {
         }
         Ok(())
     }
+}
+
+/// Checks all tables of characters in a normalizer, in any form: the library reserves the memory
+/// that the start of a table names.
+fn check_tables(normalizer: &Value) -> Result<(), String> {
+    let mut open = vec![normalizer];
+    while let Some(value) = open.pop() {
+        match value {
+            Value::Array(values) => open.extend(values),
+            Value::Object(fields) => {
+                if let Some(Value::String(table)) = fields.get("precompiled_charsmap") {
+                    charsmap::growth(table)
+                        .map_err(|why| format!("its precompiled_charsmap: {why}"))?;
+                }
+                open.extend(fields.values());
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 fn in_part(part: &'static str) -> impl Fn(String) -> String {
@@ -190,17 +213,23 @@ fn check_expression(expression: &str) -> Result<bool, String> {
         )
     };
 
-    let own = expression.chars().filter(|c| c.is_alphanumeric());
-    let mut repeated: Vec<char> = ['a', 'A', '0', ' ', '\n', '.', '\'', 'é', '中'].into();
-    repeated.extend(own.take(PROBE_REPEATS));
-    repeated.sort_unstable();
-    repeated.dedup();
-    for character in repeated {
+    let own: String = expression
+        .chars()
+        .filter(|c| c.is_alphanumeric())
+        .take(PROBE_REPEATS)
+        .collect();
+    let mut units: Vec<String> = ["a", "A", "0", " ", "\n", ".", "'", "é", "中"]
+        .map(String::from)
+        .into();
+    units.extend(own.chars().map(String::from));
+    units.push(own);
+    units.sort_unstable();
+    units.dedup();
+    for unit in units {
         for end in ["", "\u{1}"] {
-            let text: String = std::iter::repeat_n(character, PROBE_REPEATS).collect();
-            let text = text + end;
+            let text = unit.repeat(PROBE_REPEATS.div_ceil(unit.len().max(1))) + end;
             if regex.find_iter(&text).any(|found| found.is_err()) {
-                return Err(too_long(&text[..character.len_utf8() * 4]));
+                return Err(too_long(&text));
             }
         }
     }
@@ -285,4 +314,92 @@ pub(super) fn check_model(tokenizer: &Tokenizer) -> Result<(), String> {
 
 fn too_large() -> String {
     format!("and ids must be below {MAX_IDS}")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::rules::{EXPRESSIONS, SPACES};
+    use super::*;
+
+    fn check(part: &str, value: Value) -> Result<(), String> {
+        let parts: Parts = serde_json::from_value(json!({ part: value })).unwrap();
+        parts.check()
+    }
+
+    /// Those of published tokenizers.
+    #[test]
+    fn known_expressions_pass() {
+        let known = EXPRESSIONS.map(|known| format!("{known}{SPACES}"));
+        let others = [
+            " {2,}",
+            r"[\n\r\t]",
+            r"\s+$",
+            "▁+\n+|\n+|▁+",
+            r"(?:\r?\n)+(?!\r?\n)",
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+            r"[!-/:-~]?[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ];
+        for expression in known.iter().map(String::as_str).chain(others) {
+            assert_eq!(check_expression(expression), Ok(false), "{expression}");
+        }
+        assert_eq!(check_expression("a*"), Ok(true));
+    }
+
+    #[test]
+    fn catastrophic_expressions_are_errors() {
+        for expression in [
+            r"(a+)+(?=z)\1",
+            r"(?=a)(a|a)*(?<=b)z",
+            r"(x+x+)+(?=y)y",
+            r"(\s*)*(?=!)\1!",
+            "(",
+        ] {
+            assert!(check_expression(expression).is_err(), "{expression}");
+        }
+    }
+
+    /// The steps of T5, NLLB, Llama 2, BERT and Gemma stay within the limits.
+    #[test]
+    fn known_steps_pass() {
+        let replace = |pattern: Value, content| json!({"type": "Replace", "pattern": pattern, "content": content});
+        let llama = [
+            json!({"type": "Prepend", "prepend": "▁"}),
+            replace(json!({"String": " "}), "▁"),
+        ];
+        check(
+            "normalizer",
+            json!({"type": "Sequence", "normalizers": llama}),
+        )
+        .unwrap();
+        let nllb = [
+            json!({"type": "NFKC"}),
+            replace(json!({"Regex": " {2,}"}), "▁"),
+        ];
+        check(
+            "normalizer",
+            json!({"type": "Sequence", "normalizers": nllb}),
+        )
+        .unwrap();
+        let decoder = [
+            replace(json!({"String": "▁"}), " "),
+            json!({"type": "ByteFallback"}),
+            json!({"type": "Fuse"}),
+            json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}),
+        ];
+        check("decoder", json!({"type": "Sequence", "decoders": decoder})).unwrap();
+        let bert = json!({"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"[CLS]": {"id": "[CLS]", "ids": [101], "tokens": ["[CLS]"]}}});
+        check("post_processor", bert).unwrap();
+    }
+
+    /// The library reads steps without a type, too.
+    #[test]
+    fn untyped_steps_are_checked() {
+        let error = check("normalizer", json!({"prepend": "x".repeat(2000)})).unwrap_err();
+        assert!(error.contains("2000 bytes before"), "{error}");
+    }
 }

@@ -125,7 +125,7 @@ impl TokenizerFiles {
             })?);
         }
         let loaded = match &texts[..] {
-            [vocab, merges] => caught(|| Ok(gpt2(vocab, merges)?)),
+            [vocab, merges] => caught(|| gpt2(vocab, merges)),
             texts => caught(|| {
                 let text = texts.concat();
                 let text = text.trim_start_matches('\u{feff}');

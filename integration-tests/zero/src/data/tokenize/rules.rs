@@ -26,7 +26,7 @@ pub(super) const SPACE: char = '▁';
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+";
 
 /// Known expressions, without the alternatives for spaces at their ends, which are [`SPACES`].
-const EXPRESSIONS: [&str; 5] = [
+pub(super) const EXPRESSIONS: [&str; 5] = [
     GPT2,
     // Llama 3.
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+",
@@ -39,7 +39,7 @@ const EXPRESSIONS: [&str; 5] = [
 ];
 
 /// The end of each expression: a run of spaces, but for its last before a word.
-const SPACES: &str = r"|\s+(?!\S)|\s+";
+pub(super) const SPACES: &str = r"|\s+(?!\S)|\s+";
 
 /// The rules of a tokenizer.
 #[derive(Clone, Debug, PartialEq, Eq)]
