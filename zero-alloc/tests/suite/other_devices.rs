@@ -82,6 +82,10 @@ fn memory_of_another_device_than_the_stream_is_refused() {
     for (a, b, is_one) in pairs() {
         let own = a.create_stream("own").unwrap();
         let other = b.create_stream("other").unwrap();
+        // Miri has no memory without pages, which a recorder's is.
+        if cfg!(miri) && own.check_runs("").is_err() {
+            continue;
+        }
         let pool = Pool::new(a.clone(), 1 << 20);
         let mut held = block(&pool, &own).unwrap();
         // SAFETY: used on streams that are waited for before the block is dropped.
