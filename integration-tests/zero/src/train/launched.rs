@@ -76,6 +76,22 @@ pub(crate) fn mpi_ranks() -> usize {
         .unwrap_or(1)
 }
 
+/// The variable of `mpirun --mca odls_base_sigkill_timeout SECONDS`, which the ranks have, too.
+#[cfg(feature = "mpi")]
+pub(crate) const OPEN_MPI_LIMIT: &str = "OMPI_MCA_odls_base_sigkill_timeout";
+
+/// Whether Open MPI's mpirun has started this process as one of several.
+pub(crate) fn is_under_open_mpi() -> bool {
+    std::env::var_os("OMPI_COMM_WORLD_SIZE").is_some() && mpi_ranks() > 1
+}
+
+/// The rank of this process, as a launcher tells it.
+#[cfg(feature = "mpi")]
+pub(crate) fn launched_rank() -> Option<usize> {
+    let rank = |[_, rank, _]: [&str; 3]| std::env::var(rank).ok()?.parse().ok();
+    MACHINE_VARIABLES.into_iter().find_map(rank)
+}
+
 /// The number of processes, as a launcher tells them, that train one run together.
 pub(crate) fn launched_ranks(args: &TrainArgs) -> usize {
     if args.comm == CommChoice::Threads {
