@@ -43,6 +43,13 @@ pub enum CkptError {
         /// Its path now, or what is known of it.
         now: String,
     },
+    /// The checkpoint was removed while it was opened or read.
+    #[error(
+        "{} was removed while it was read: a run that saves there keeps its newest checkpoints only (--keep-last); read \
+         again, for a newer one",
+        path.display()
+    )]
+    Removed { path: PathBuf },
     /// A save failed after its checkpoint was published.
     #[error(
         "{name} is published, but {what}: {error}; the checkpoint is complete: `zero train --resume` (zero_ckpt::resolve) finds it"

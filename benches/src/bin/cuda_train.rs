@@ -82,6 +82,7 @@ fn main() -> Result<(), AnyError> {
         validation: None,
         resume: None,
         cancel: Arc::default(),
+        signal: Arc::default(),
         ..RunOptions::default()
     };
 

@@ -90,6 +90,7 @@ fn options(steps: u64, checkpoint: Option<&Path>, resume: Option<&Path>) -> RunO
         validation: None,
         resume: resume.map(Path::to_owned),
         cancel: Arc::default(),
+        signal: Arc::default(),
         ..RunOptions::default()
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use zero_ckpt::StoreOptions;
 
@@ -42,6 +42,8 @@ pub struct RunOptions {
     pub documents: BTreeMap<String, serde_json::Value>,
     /// Request to end the run after the current step.
     pub cancel: Arc<AtomicBool>,
+    /// The number of the signal that requested it, set before `cancel`; 0: no signal did.
+    pub signal: Arc<AtomicUsize>,
     /// Whether each step's metrics include its wall time by part. On CUDA the device must record a
     /// timeline.
     pub breakdown: bool,

@@ -356,6 +356,9 @@ impl<'a, D: Device> Run<'a, D> {
             self.batches.forget();
         }
 
+        if self.summary.cancelled {
+            self.summary.signal = flags::signal(rank, &options.signal)?;
+        }
         observe(&metrics)?;
         self.count_skipped(&metrics)?;
         Ok(metrics)

@@ -110,6 +110,8 @@ pub struct RankSummary {
     pub step: u64,
     /// Whether a request ended the run before its last step, or during the evaluation after it.
     pub cancelled: bool,
+    /// The signal that made the request, on whichever rank.
+    pub signal: Option<i32>,
     /// The step that the run started from.
     pub resumed_at: u64,
     /// The metrics of the last step on this rank; `None` if no step ran.
@@ -134,6 +136,7 @@ impl RankSummary {
         Self {
             step,
             cancelled: false,
+            signal: None,
             resumed_at: step,
             last: None,
             checkpoint: None,

@@ -1,6 +1,9 @@
 //! Output of the commands.
 
-use std::io::{ErrorKind, Write, stderr, stdout};
+use std::fs::File;
+use std::io::{self, ErrorKind, Write, stderr, stdout};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileTypeExt;
 use std::time::Duration;
 
 use console::Term;
@@ -8,18 +11,31 @@ use indicatif::{HumanBytes, HumanCount, HumanDuration, ProgressBar, ProgressStyl
 
 use crate::error::CliError;
 
-/// Writes `text` to standard output. A closed pipe (`zero train | head`) is not an error.
+/// Writes `text` to standard output. A closed pipe (`zero train | head`) or terminal is not an
+/// error.
 ///
 /// # Errors
 /// Standard output cannot be written.
 pub(crate) fn print_text(text: impl AsRef<[u8]>) -> Result<(), CliError> {
     let mut out = stdout().lock();
     match out.write_all(text.as_ref()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(CliError::Failure(format!(
+        Err(error) if !is_closed(&error) => Err(CliError::Failure(format!(
             "failed to write to standard output: {error}"
         ))),
         _ => Ok(()),
     }
+}
+
+/// Whether nobody reads standard output any longer: the error of a pipe, or of a terminal, which is
+/// a device.
+fn is_closed(error: &io::Error) -> bool {
+    let is_device = || {
+        let out = stdout().as_fd().try_clone_to_owned();
+        let metadata = out.and_then(|out| File::from(out).metadata());
+        metadata.is_ok_and(|metadata| metadata.file_type().is_char_device())
+    };
+    error.kind() == ErrorKind::BrokenPipe
+        || (error.raw_os_error() == Some(libc::EIO) && is_device())
 }
 
 /// Writes a line to standard error; failures are ignored.

@@ -103,13 +103,54 @@ pub(crate) fn names(dir: &Dir) -> Result<Vec<String>, CkptError> {
     Ok(names)
 }
 
+/// Maximum number of times that a directory is listed because checkpoints of it were removed.
+const LISTINGS: usize = 1000;
+
+/// Calls `read`, which lists the directory's checkpoints and opens one, again while one that it
+/// found is removed meanwhile: another process saves there with `--keep-last`.
+///
+/// # Errors
+/// That of `read`.
+pub(crate) fn again_if_removed<T>(
+    mut read: impl FnMut() -> Result<T, CkptError>,
+) -> Result<T, CkptError> {
+    for _ in 1..LISTINGS {
+        match read() {
+            Err(CkptError::Removed { .. }) => {}
+            done => return done,
+        }
+    }
+    read()
+}
+
+/// Opens the checkpoint `name` of a listing of `dir` by `open`.
+///
+/// # Errors
+/// [`CkptError::Removed`] if it is gone, or the error of `open`.
+pub(crate) fn open_listed<T>(
+    dir: &Dir,
+    name: &str,
+    open: impl FnOnce(Dir) -> Result<T, CkptError>,
+) -> Result<T, CkptError> {
+    match dir.open_dir(name).and_then(open) {
+        Err(_) if !dir.has(name) => Err(CkptError::Removed {
+            path: dir.path().join(name),
+        }),
+        opened => opened,
+    }
+}
+
 /// Lists all published checkpoints and backups with a valid manifest, oldest save first, and the
 /// others by name.
+///
+/// # Errors
+/// [`CkptError::Removed`] if one of them is removed meanwhile, or the directory cannot be read.
 pub(crate) fn list(dir: &Dir) -> Result<(Vec<Entry>, Vec<Unreadable>), CkptError> {
     let mut entries = Vec::new();
     let mut unreadable = Vec::new();
     for name in names(dir)? {
-        match dir.open_dir(&name).and_then(read_entry) {
+        match open_listed(dir, &name, read_entry) {
+            Err(removed @ CkptError::Removed { .. }) => return Err(removed),
             Ok((manifest, model)) => entries.push(Entry {
                 name,
                 sequence: manifest.sequence,

@@ -11,10 +11,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{self, AtFlags, Mode, OFlags, RenameFlags};
+use rustix::fs::{self, AtFlags, FlockOperation, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::CkptError;
+use crate::format::catalog::{backup_of, step_of};
 use crate::io::counts;
 
 const DIR_FLAGS: OFlags = OFlags::RDONLY
@@ -105,6 +106,52 @@ impl Dir {
         })
     }
 
+    /// Whether `name` is the open directory `other`, and not another one since.
+    pub(crate) fn names_dir(&self, name: &str, other: &Dir) -> bool {
+        let named = fs::statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW);
+        let (Ok(named), Ok(other)) = (named, fs::fstat(&other.fd)) else {
+            return false;
+        };
+        (named.st_dev, named.st_ino) == (other.st_dev, other.st_ino)
+    }
+
+    /// Whether the name is that of a checkpoint, which may be removed while others read it.
+    fn is_checkpoint(&self) -> bool {
+        let name = self.absolute.file_name().and_then(|name| name.to_str());
+        name.is_some_and(|name| step_of(backup_of(name).unwrap_or(name)).is_some())
+    }
+
+    /// The error of a checkpoint that was removed while this directory was open.
+    pub(crate) fn removed(&self) -> CkptError {
+        CkptError::Removed {
+            path: self.path.clone(),
+        }
+    }
+
+    /// Holds the checkpoint in this directory: [`Dir::is_held`] is true until the directory is
+    /// closed or released. Does nothing on a file system without locks.
+    ///
+    /// # Errors
+    /// The checkpoint is being removed.
+    pub(crate) fn hold(&self) -> Result<(), CkptError> {
+        match fs::flock(&self.fd, FlockOperation::NonBlockingLockShared) {
+            Err(Errno::WOULDBLOCK) => Err(self.removed()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends the hold.
+    pub(crate) fn release(&self) {
+        let _ = fs::flock(&self.fd, FlockOperation::Unlock);
+    }
+
+    /// Whether a reader holds the checkpoint in this directory. If not, none can until this
+    /// directory is closed.
+    pub(crate) fn is_held(&self) -> bool {
+        let locked = fs::flock(&self.fd, FlockOperation::NonBlockingLockExclusive);
+        locked == Err(Errno::WOULDBLOCK)
+    }
+
     /// Free bytes of the file system.
     pub(crate) fn free_bytes(&self) -> u64 {
         fs::fstatvfs(&self.fd).map_or(0, |system| system.f_bavail.saturating_mul(system.f_frsize))
@@ -160,6 +207,9 @@ impl Dir {
         let flags = FILE_FLAGS | OFlags::RDONLY | if direct { DIRECT } else { OFlags::empty() };
         let file = File::from(match fs::openat(&self.fd, name, flags, Mode::empty()) {
             Err(Errno::LOOP) => return Err(self.unsafe_name(name, "is a symbolic link")),
+            Err(Errno::NOENT) if self.is_checkpoint() && self.moved().is_some() => {
+                return Err(self.removed());
+            }
             other => other.map_err(CkptError::os("open", &path))?,
         });
         let meta = file.metadata().map_err(CkptError::io("examine", &path))?;

@@ -37,6 +37,20 @@ impl Lock {
     }
 }
 
+impl Lock {
+    /// Whether a process has locked the directory.
+    pub(crate) fn is_taken(dir: &Dir) -> bool {
+        let Ok((file, _)) = dir.open_file(LOCK, false) else {
+            return false;
+        };
+        // The lock that this takes is shared and ends at once, but a run that starts just then
+        // would find it.
+        let taken = file.try_lock_shared();
+        let _ = file.unlock();
+        matches!(taken, Err(std::fs::TryLockError::WouldBlock))
+    }
+}
+
 impl Drop for Lock {
     /// Unlocks explicitly: closing the file does not unlock it if a forked process has inherited
     /// it.

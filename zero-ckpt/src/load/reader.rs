@@ -63,20 +63,29 @@ impl Reader {
         if root.has(MANIFEST_NAME) {
             return Self::open_one(root, Vec::new());
         }
-        let mut notices = Vec::new();
-        let latest = catalog::read_pointer(&root, LATEST);
+        catalog::again_if_removed(|| Self::open_newest(&root))
+    }
 
-        match latest.as_ref().map(|name| {
-            root.open_dir(name)
-                .and_then(|d| Self::open_one(d, Vec::new()))
-        }) {
+    /// Opens the checkpoint that `latest` names, or the complete one that was saved last.
+    ///
+    /// # Errors
+    /// As [`Reader::open`], or [`CkptError::Removed`].
+    fn open_newest(root: &Dir) -> Result<Self, CkptError> {
+        let mut notices = Vec::new();
+        let latest = catalog::read_pointer(root, LATEST);
+
+        match latest
+            .as_ref()
+            .map(|name| Self::open_pointed(root, LATEST, name, name))
+        {
             Ok(Ok(reader)) => return Ok(reader),
+            Ok(Err(removed @ CkptError::Removed { .. })) => return Err(removed),
             Ok(Err(e)) => notices.push(e.to_string()),
             Err(e) if root.has(LATEST) => notices.push(e.to_string()),
             Err(_) => {}
         }
 
-        let (entries, unreadable) = catalog::list(&root)?;
+        let (entries, unreadable) = catalog::list(root)?;
         let reasons = unreadable.into_iter().map(|u| u.reason);
         notices.extend(reasons.filter(|r| !notices.contains(r)).collect::<Vec<_>>());
         for entry in entries.iter().rev() {
@@ -86,17 +95,15 @@ impl Reader {
                 .as_deref()
                 .is_ok_and(|name| backup_of(&entry.name) == Some(name) && !root.has(name));
             let notices_here = if named { Vec::new() } else { notices.clone() };
-            match root
-                .open_dir(&entry.name)
-                .and_then(|d| Self::open_one(d, notices_here))
-            {
+            match Self::open_listed(root, &entry.name, notices_here) {
                 Ok(reader) => return Ok(reader),
+                Err(removed @ CkptError::Removed { .. }) => return Err(removed),
                 Err(e) if notices.contains(&e.to_string()) => {}
                 Err(e) => notices.push(e.to_string()),
             }
         }
 
-        notices.extend(staged_hint(&root));
+        notices.extend(staged_hint(root));
         Err(CkptError::NoCheckpoint {
             dir: root.path().into(),
             reasons: notices,
@@ -110,17 +117,53 @@ impl Reader {
     /// `best` is missing or damaged, its checkpoint is incomplete, or a failed read.
     pub fn open_best(path: impl AsRef<Path>) -> Result<Self, CkptError> {
         let root = Dir::open(path.as_ref())?;
-        let name = catalog::read_pointer(&root, BEST)?;
-        let entries = catalog::list(&root)?.0;
+        catalog::again_if_removed(|| Self::open_best_of(&root))
+    }
+
+    fn open_best_of(root: &Dir) -> Result<Self, CkptError> {
+        let name = catalog::read_pointer(root, BEST)?;
+        let entries = catalog::list(root)?.0;
         let backup = entries
             .into_iter()
             .rev()
             .find(|e| backup_of(&e.name) == Some(&name));
         let found = backup
             .filter(|_| !root.has(&name))
-            .map_or(name, |backup| backup.name);
-        root.open_dir(&found)
-            .and_then(|dir| Self::open_one(dir, Vec::new()))
+            .map_or_else(|| name.clone(), |backup| backup.name);
+        Self::open_pointed(root, BEST, &name, &found)
+    }
+
+    /// Opens the checkpoint `found`, which the file `pointer` of `root` names as `name`.
+    ///
+    /// # Errors
+    /// As [`Reader::open_listed`]; if `pointer` still has that name, nobody has removed it just now.
+    fn open_pointed(root: &Dir, pointer: &str, name: &str, found: &str) -> Result<Self, CkptError> {
+        match Self::open_listed(root, found, Vec::new()) {
+            Err(CkptError::Removed { .. })
+                if catalog::read_pointer(root, pointer).is_ok_and(|now| now == name) =>
+            {
+                root.open_dir(found)
+                    .and_then(|dir| Self::open_one(dir, Vec::new()))
+            }
+            opened => opened,
+        }
+    }
+
+    /// Opens the checkpoint `name` of a listing of `root`, which nobody removes from then on.
+    ///
+    /// # Errors
+    /// [`CkptError::Removed`] if it was removed meanwhile, or as [`Reader::open_one`].
+    pub(crate) fn open_listed(
+        root: &Dir,
+        name: &str,
+        notices: Vec<String>,
+    ) -> Result<Self, CkptError> {
+        let reader = catalog::open_listed(root, name, |dir| Self::open_one(dir, notices))?;
+        // It may have been renamed before it was held.
+        match root.names_dir(name, &reader.dir) {
+            true => Ok(reader),
+            false => Err(reader.dir.removed()),
+        }
     }
 
     /// Opens a checkpoint and checks that it is complete.
@@ -145,6 +188,7 @@ impl Reader {
     /// Opens a checkpoint and checks its manifest only, and its description of tensor-parallel
     /// ranks. The other files are checked when they are read.
     pub(crate) fn open_manifest(dir: Dir, notices: Vec<String>) -> Result<Self, CkptError> {
+        dir.hold()?;
         let (manifest, layout, crc64) = Manifest::read(&dir)?;
         let pieces = manifest.files.iter().map(|f| f.pieces.as_slice());
         let coverage = Coverage::new(&layout, pieces, dir.path())?;
@@ -162,6 +206,12 @@ impl Reader {
             kept: AtomicUsize::new(0),
             notices,
         })
+    }
+
+    /// Lets a run with `--keep-last` remove the checkpoint, which is otherwise kept until the reader
+    /// is dropped (where the file system has locks).
+    pub fn release(&self) {
+        self.dir.release();
     }
 
     /// The directory of the checkpoint.

@@ -5,6 +5,7 @@ use std::path::{Component, Path, PathBuf};
 use crate::format::catalog::{self, STAGING, backup_of, step_of};
 use crate::format::manifest::MANIFEST_NAME;
 use crate::io::dir::Dir;
+use crate::io::lock::Lock;
 use crate::save::staged_name::StagedName;
 use crate::save::staged_search::newer_staged;
 use crate::{CkptError, Reader};
@@ -39,7 +40,7 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
         .map(|name| name.to_string_lossy().into_owned());
 
     if root.has(MANIFEST_NAME) || name.is_some_and(|name| step(&name).is_some()) {
-        let reader = whole(root)?;
+        let reader = Reader::open_one(root, Vec::new()).and_then(verified)?;
         return Ok(Resolved {
             store_dir: reader.store_dir()?,
             reader,
@@ -48,11 +49,20 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
         });
     }
 
-    let (entries, unreadable) = catalog::list(&root)?;
+    catalog::again_if_removed(|| newest_whole(&root))
+}
+
+/// The newest whole checkpoint of a directory.
+///
+/// # Errors
+/// As [`resolve`], or [`CkptError::Removed`].
+fn newest_whole(root: &Dir) -> Result<Resolved, CkptError> {
+    let (entries, unreadable) = catalog::list(root)?;
     let mut passed_over = Vec::new();
     for entry in entries.iter().rev() {
-        let reader = match root.open_dir(&entry.name).and_then(whole) {
+        let reader = match Reader::open_listed(root, &entry.name, Vec::new()).and_then(verified) {
             Ok(reader) => reader,
+            Err(removed @ CkptError::Removed { .. }) => return Err(removed),
             Err(defect) => {
                 passed_over.push((entry.name.clone(), defect.to_string()));
                 continue;
@@ -64,10 +74,10 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
             .filter(|u| step(&u.name) > Some(reader.manifest.step));
         passed_over.extend(newer.map(|u| (u.name, u.reason)));
         return Ok(Resolved {
-            store_dir: path.to_owned(),
+            store_dir: root.path().to_owned(),
             reader,
             passed_over,
-            staged: newer_staged(path),
+            staged: newer_staged(root.path()),
         });
     }
 
@@ -76,17 +86,20 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
         .chain(unreadable.into_iter().map(|u| (u.name, u.reason)));
     let reasons = reasons
         .map(|(_, reason)| reason)
-        .chain(staged_hint(&root))
+        .chain(staged_hint(root))
         .collect();
 
     Err(CkptError::NoCheckpoint {
-        dir: path.to_owned(),
+        dir: root.path().to_owned(),
         reasons,
     })
 }
 
-/// The remedy for the staged files of a failed save, if there are any.
+/// The remedy for the staged files of a failed save, if there are any and no run saves there now.
 pub(crate) fn staged_hint(root: &Dir) -> Option<String> {
+    if Lock::is_taken(root) {
+        return None;
+    }
     let names = root
         .open_dir(STAGING)
         .and_then(|staging| staging.names())
@@ -110,9 +123,8 @@ pub fn has_checkpoints(path: impl AsRef<Path>) -> Result<bool, CkptError> {
     }
 }
 
-/// Opens a checkpoint and verifies every byte; returns the first defect.
-fn whole(dir: Dir) -> Result<Reader, CkptError> {
-    let reader = Reader::open_one(dir, Vec::new())?;
+/// Verifies every byte of a checkpoint; returns the first defect.
+fn verified(reader: Reader) -> Result<Reader, CkptError> {
     let defect = reader.verify().problems.into_iter().next();
     defect.map_or(Ok(reader), Err)
 }

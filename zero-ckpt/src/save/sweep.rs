@@ -4,7 +4,7 @@
 //! thread, because that can take minutes, in which the other ranks would wait for rank 0. One
 //! thread deletes at a time: while it runs, later saves add their names to its queue.
 //!
-//! Never removed: checkpoints and staged files of other runs, staged files of later steps, those of
+//! Never removed: checkpoints that another process reads, checkpoints and staged files of other runs, staged files of later steps, those of
 //! saves of this process that are still in flight, and names that this crate does not write.
 
 use std::collections::BTreeSet;
@@ -17,6 +17,7 @@ use super::staged_name::{Kind, StagedName, run_checksum};
 use super::store::SavePoint;
 use crate::exchange::shorten;
 use crate::format::catalog::{backup_of, random};
+use crate::io::dir::Dir;
 use crate::job::Job;
 use crate::{CkptError, Store};
 
@@ -113,6 +114,12 @@ impl Store {
         let mut hidden = Vec::new();
 
         for name in due {
+            // What is being read is removed after a later save. A reader that comes after this
+            // finds the directory locked or moved.
+            let directory = self.dir.open_dir(&name);
+            if directory.as_ref().is_ok_and(Dir::is_held) {
+                continue;
+            }
             // Hides it by one rename, so that no reader opens it partly removed.
             let old = format!("{name}.old.{}", random());
             match self.dir.rename(&name, &self.staging, &old) {

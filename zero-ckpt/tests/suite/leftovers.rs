@@ -230,6 +230,78 @@ fn one_thread_removes_old_checkpoints() {
     assert_eq!(staged(dir.path()), [""; 0]);
 }
 
+/// What is being read is removed by a save after that.
+#[test]
+fn checkpoint_that_is_read_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::create(dir.path(), 0, run("a").keep_last(1)).unwrap();
+    let exists = |step: u64| dir.path().join(format!("step-{step:08}")).exists();
+    publish(&store, 1).unwrap();
+    let readers = [Reader::open(dir.path()), Reader::open(dir.path())].map(Result::unwrap);
+    publish(&store, 2).unwrap();
+    assert!(exists(1) && exists(2));
+    let [first, second] = readers;
+    assert!(first.verify().problems.is_empty());
+    first.release();
+    publish(&store, 3).unwrap();
+    assert!(exists(1) && !exists(2), "the second reader holds it");
+    drop(second);
+    publish(&store, 4).unwrap();
+    assert!(!exists(1) && exists(4));
+    assert_eq!(store.finish_removals(), [""; 0]);
+}
+
+/// A reader without a hold, as on a file system without locks: the error says what happened.
+#[test]
+fn read_of_a_removed_checkpoint_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::create(dir.path(), 0, run("a").keep_last(1)).unwrap();
+    publish(&store, 1).unwrap();
+    let reader = Reader::open(dir.path()).unwrap();
+    reader.release();
+    publish(&store, 2).unwrap();
+    assert_eq!(store.finish_removals(), [""; 0]);
+    let error = reader.verify().problems.remove(0).to_string();
+    assert!(
+        error.contains("step-00000001 was removed while it was read")
+            && error.contains("read again"),
+        "{error}"
+    );
+}
+
+/// A pointer to a checkpoint that somebody deleted is no removal, and ends no search.
+#[test]
+fn deleted_checkpoint_of_a_pointer_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::create(dir.path(), 0, run("a")).unwrap();
+    publish(&store, 1).unwrap();
+    publish(&store, 2).unwrap();
+    fs::remove_dir_all(dir.path().join("step-00000002")).unwrap();
+    let reader = Reader::open(dir.path()).unwrap();
+    assert_eq!(reader.manifest().step, 1);
+    assert!(
+        reader.notices()[0].contains("cannot open"),
+        "{:?}",
+        reader.notices()
+    );
+    fs::copy(dir.path().join("latest"), dir.path().join("best")).unwrap();
+    let error = Reader::open_best(dir.path()).map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("cannot open"), "{error}");
+}
+
+/// Staged files are those of a failed save only if no run saves there.
+#[test]
+fn staged_files_of_a_living_run_are_no_hint() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::create(dir.path(), 0, run("a")).unwrap();
+    let name = "step-00000030.rank-00000.00000000.0123456789abcdef.7";
+    fs::write(dir.path().join(".staging").join(name), "x").unwrap();
+    let error = || resolve(dir.path()).map(|_| ()).unwrap_err().to_string();
+    assert!(!error().contains("assemble"), "{}", error());
+    drop(store);
+    assert!(error().contains("assemble"), "{}", error());
+}
+
 /// Removals that never end are waited for once, whatever their number.
 #[test]
 fn hung_removals_are_waited_for_once() {

@@ -18,13 +18,14 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Event, Stream};
 use zero_alloc::{Block, Purpose, TimeLimit};
 
 use crate::error::TrainError;
+use crate::exchange::RankExchange;
 use crate::rank::Rank;
 
 /// The words of a rank that is not ready, and of one that is.
@@ -174,6 +175,18 @@ impl<'a, D: Device> Flags<'a, D> {
 /// Whether any rank requests to stop.
 pub(crate) fn stop(flags: zero_optim::ReducedFlags) -> bool {
     flags.any & STOP != 0
+}
+
+/// The signal that requested the end of the run, on whichever rank; of several the lowest.
+/// Collective, once all ranks know of the request.
+pub(crate) fn signal<D: Device>(
+    rank: &Rank<D>,
+    own: &AtomicUsize,
+) -> Result<Option<i32>, TrainError> {
+    // Signals have numbers up to 64.
+    let own = u8::try_from(own.load(Ordering::SeqCst)).unwrap_or_default();
+    let all = RankExchange::of(rank).all_gather(&[own])?;
+    Ok(all.into_iter().filter(|n| *n != 0).min().map(i32::from))
 }
 
 /// Whether all ranks are ready to advance the save in progress.

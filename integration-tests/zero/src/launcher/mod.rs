@@ -107,6 +107,18 @@ impl JobError {
         matches!(self, Self::Reported { report, .. } if report.echo)
     }
 
+    /// The result of a signal that reached a rank and not this program: it ended the run on all
+    /// ranks, after a save.
+    fn interruption(&self) -> Option<Self> {
+        match self {
+            Self::Reported { report, .. } if report.echo && report.code > 128 => {
+                let signal = i32::from(report.code - 128);
+                Some(Self::Interrupted { signal })
+            }
+            _ => None,
+        }
+    }
+
     fn of(rank: usize, status: ExitStatus, report: Option<Report>) -> Self {
         if let Some(signal) = status.signal() {
             return Self::Killed { rank, signal };
@@ -266,7 +278,7 @@ impl Running {
     fn outcome(&self) -> Result<(), JobError> {
         let cause = self.failures.iter().find(|failure| !failure.is_echo());
         match (cause.or(self.failures.first()), self.forwarded) {
-            (Some(cause), _) => Err(cause.clone()),
+            (Some(cause), _) => Err(cause.interruption().unwrap_or_else(|| cause.clone())),
             (None, Some(signal)) if self.interrupted => Err(JobError::Interrupted { signal }),
             _ => Ok(()),
         }

@@ -113,8 +113,8 @@ pub struct TrainArgs {
     #[arg(long, requires = "resume")]
     pub resume_exact: bool,
     /// Write one JSON object per step, with nested figures also under flat keys such as
-    /// memory.peak_bytes; a resumed run appends to its file, without this flag as well unless that
-    /// removes lines or the folder of checkpoints is a copy
+    /// memory.peak_bytes; a resumed run appends to its file, without this flag as well unless the
+    /// folder of checkpoints is a copy, and moves lines of later steps to FILE.jsonl.after-step-N
     #[arg(long, value_name = "FILE.jsonl")]
     pub metrics: Option<PathBuf>,
     /// Write event files for TensorBoard here: loss, validation loss, learning rate, gradient norm,

@@ -62,8 +62,7 @@ fn launch(args: &TrainArgs, resumed: Option<&Resumed>, ranks: usize) -> Result<(
         grace: GRACE,
     };
 
-    let mut received =
-        signal_hook::iterator::Signals::new(signals::ENDING).map_err(signals::not_handled)?;
+    let mut received = signals::received()?;
     job.run(&mut || received.pending().next())
         .map_err(|error| match &error {
             JobError::Interrupted { signal } => CliError::Interrupted { signal: *signal },
@@ -115,7 +114,7 @@ fn run_rank(
     drop(start);
 
     let signals = Signals::handle()?;
-    setup.options.cancel = signals.received.clone();
+    signals.end(&mut setup.options);
     train(&setup, &signals, &device, comm, rank)
 }
 

@@ -4,24 +4,28 @@
 //! which this program knows nothing. So a folder with files of other runs is refused.
 //!
 //! Nothing is written before the first step. Then the events of that step and later ones, which a
-//! run before the resume wrote, and an event that a crash cut short are cut off. Where nothing is
-//! cut, the run goes on in the newest file. Otherwise it adds a file: a TensorBoard that is open
-//! has read the old one past the cut, and the first events of the new one make it drop the steps
-//! that are gone.
+//! run before the resume wrote, and an event that a crash cut short are cut off; the later ones are
+//! copied first, to a file whose name TensorBoard passes over. Where nothing is cut, the run goes on
+//! in the newest file. Otherwise it adds a file: a TensorBoard that is open has read the old one
+//! past the cut, and the first events of the new one make it drop the steps that are gone.
+//!
+//! A kill at any moment leaves files that this module reads. So a file of events appears with its
+//! first events in it, by a rename.
 
-use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use super::aside;
 use super::figures::{FIGURES, StepFigures};
 use super::tfrecord::{
     Event, FILE_VERSION, Frame, SESSION_START, SessionLog, SourceMetadata, Summary, Value, frame,
     read_frame,
 };
 use crate::error::CliError;
+use crate::files::{replace, replace_by};
 use crate::output::counted;
 use zero_trainer::RunOptions;
 
@@ -31,6 +35,10 @@ const FLAG: &str = "--tensorboard";
 const MARK: &str = "tfevents";
 /// The start of the names of this program's files; the time in seconds and the run follow.
 const NAME: &str = "events.out.tfevents.";
+/// The start of a name that TensorBoard passes over, in place of [`NAME`].
+const ASIDE_NAME: &str = "events.";
+/// A file that is about to become an event file.
+const NEW: &str = ".events.new";
 /// The writer in the first event; the run follows.
 const WRITER: &str = "zero train, run ";
 
@@ -49,13 +57,44 @@ struct Scanned {
     run: String,
     /// The steps of its events with values.
     steps: Vec<u64>,
+    /// The length of the first event.
+    header_bytes: u64,
     /// The length up to the first event of a later step than requested, or up to a torn event.
     kept_bytes: u64,
+    /// The length up to a torn event.
+    whole_bytes: u64,
     bytes: u64,
 }
 
+impl Scanned {
+    /// The file to which the events after `step` go.
+    fn aside(&self, step: u64) -> PathBuf {
+        let name = self.path.file_name().unwrap_or_default().to_string_lossy();
+        let rest = name.strip_prefix(NAME).unwrap_or(&name);
+        let name = format!("{ASIDE_NAME}{}", rest.replace(MARK, ""));
+        aside::path(&self.path.with_file_name(name), step)
+    }
+
+    /// Copies the first event, which a file of events needs, and those after `step`.
+    fn copy_aside(&self, step: u64) -> io::Result<()> {
+        let bytes = fs::read(&self.path)?;
+        let part = |from: u64, to: u64| &bytes[from as usize..to as usize];
+        let header = part(0, self.header_bytes);
+        let later = part(self.kept_bytes, self.whole_bytes);
+        replace(&self.aside(step), &[header, later].concat())
+    }
+
+    fn has_later(&self) -> bool {
+        self.kept_bytes < self.whole_bytes
+    }
+
+    fn is_cut(&self) -> bool {
+        self.kept_bytes < self.bytes
+    }
+}
+
 /// Checks that a run may write to `dir`: it has no event files, or a run resumed at `first_step`
-/// continues them. Returns notes about the events that the run will replace.
+/// continues them. Returns notes about the events that the run will move.
 ///
 /// # Errors
 /// Exit code 2; the folder stays as it is.
@@ -65,25 +104,27 @@ pub(crate) fn check(
     first_step: u64,
 ) -> Result<Vec<String>, CliError> {
     let files = check_run(dir, options, first_step)?;
-    let later = files.iter().flat_map(|file| &file.steps);
-    let later: BTreeSet<u64> = later.copied().filter(|step| *step > first_step).collect();
-    if later.is_empty() || first_step >= options.steps {
+    if first_step >= options.steps {
         return Ok(Vec::new());
     }
-    Ok(vec![format!(
-        "{}: {} after {first_step} are replaced",
-        dir.display(),
-        counted(later.len() as u64, "step")
-    )])
+    let notes = files.iter().filter(|file| file.has_later()).map(|file| {
+        let later = file.steps.iter().filter(|step| **step > first_step);
+        format!(
+            "{}: {} after step {first_step} to be moved to {}",
+            file.path.display(),
+            counted(later.count() as u64, "event"),
+            file.aside(first_step).display()
+        )
+    });
+    Ok(notes.collect())
 }
 
-/// Checks that a run resumed at `step` may continue the folder that its record names, and no flag:
-/// event files of `runs` alone are there, and none has a later step, since continuing would remove
-/// it.
+/// Checks that a resumed run may continue the folder that its record names, and no flag: event
+/// files of `runs` alone are there.
 ///
 /// # Errors
 /// The reason.
-pub(crate) fn check_recorded(dir: &Path, runs: &[&str], step: u64) -> Result<(), String> {
+pub(crate) fn check_recorded(dir: &Path, runs: &[&str]) -> Result<(), String> {
     // A link may lead anywhere.
     let is_folder = dir
         .symlink_metadata()
@@ -91,18 +132,11 @@ pub(crate) fn check_recorded(dir: &Path, runs: &[&str], step: u64) -> Result<(),
     if !is_folder {
         return Err("no folder is there now".to_owned());
     }
-    let files = scan(dir, step)?;
+    let files = scan(dir, u64::MAX)?;
     if files.is_empty() || !files.iter().all(|file| runs.contains(&&*file.run)) {
         return Err("the folder has event files of another run, or none".to_owned());
     }
-    let later = files.iter().flat_map(|file| &file.steps);
-    match later.filter(|later| **later > step).count() {
-        0 => Ok(()),
-        later => Err(format!(
-            "the folder has {} after step {step}, which would be removed",
-            counted(later as u64, "event")
-        )),
-    }
+    Ok(())
 }
 
 /// The event files in `dir`, if a run with these options may write there.
@@ -163,6 +197,7 @@ fn scan_file(path: &Path, last: u64) -> Result<Scanned, String> {
 
     let mut run = None;
     let mut steps = Vec::new();
+    let mut header_bytes = 0;
     let mut read_bytes = 0;
     let mut kept_bytes = None;
     loop {
@@ -173,6 +208,7 @@ fn scan_file(path: &Path, last: u64) -> Result<Scanned, String> {
         };
         if read_bytes == 0 {
             run = writer(&event);
+            header_bytes = frame_bytes;
         }
         if event.summary.is_some() {
             let step = u64::try_from(event.step).unwrap_or_default();
@@ -191,7 +227,9 @@ fn scan_file(path: &Path, last: u64) -> Result<Scanned, String> {
         path: path.to_owned(),
         run,
         steps,
+        header_bytes,
         kept_bytes: kept_bytes.unwrap_or(read_bytes),
+        whole_bytes: read_bytes,
         bytes,
     })
 }
@@ -273,26 +311,30 @@ fn event_at(step: u64) -> Event {
     }
 }
 
-/// Cuts off the events of `step` and later ones, and opens the file to which `run` adds.
+/// Moves the events of `step` and later ones to files beside, and opens the file to which `run` adds.
 fn start(dir: &Path, run: &str, step: u64) -> io::Result<File> {
-    let files = scan(dir, step.saturating_sub(1)).map_err(io::Error::other)?;
-    let mut is_cut = false;
-    for file in files.iter().filter(|file| file.kept_bytes < file.bytes) {
+    let last = step.saturating_sub(1);
+    let files = scan(dir, last).map_err(io::Error::other)?;
+    let cut: Vec<&Scanned> = files.iter().filter(|file| file.is_cut()).collect();
+
+    for file in cut.iter().filter(|file| file.has_later()) {
+        file.copy_aside(last)?;
+    }
+    let path = match files.last() {
+        Some(newest) if newest.run == run && cut.is_empty() => newest.path.clone(),
+        newest => create(dir, run, step, newest.map(|file| &*file.path))?,
+    };
+    for file in cut {
         let old = OpenOptions::new().write(true).open(&file.path)?;
         old.set_len(file.kept_bytes)?;
         old.sync_all()?;
-        is_cut = true;
     }
-    match files.last() {
-        Some(newest) if newest.run == run && !is_cut => {
-            OpenOptions::new().append(true).open(&newest.path)
-        }
-        newest => create(dir, run, step, newest.map(|file| &*file.path)),
-    }
+
+    OpenOptions::new().append(true).open(path)
 }
 
 /// Creates the event file after `newest`, whose first step is `step`.
-fn create(dir: &Path, run: &str, step: u64, newest: Option<&Path>) -> io::Result<File> {
+fn create(dir: &Path, run: &str, step: u64, newest: Option<&Path>) -> io::Result<PathBuf> {
     let first = event_at(0);
     let now = first.wall_time as u64;
     // TensorBoard reads files in the order of their names, and the clock may have been set back.
@@ -300,10 +342,6 @@ fn create(dir: &Path, run: &str, step: u64, newest: Option<&Path>) -> io::Result
         .and_then(name_seconds)
         .map_or(0, |seconds| seconds + 1);
     let path = dir.join(format!("{NAME}{:010}.{run}", now.max(after)));
-    let mut file = OpenOptions::new()
-        .append(true)
-        .create_new(true)
-        .open(&path)?;
 
     let header = Event {
         file_version: Some(FILE_VERSION.to_owned()),
@@ -322,9 +360,9 @@ fn create(dir: &Path, run: &str, step: u64, newest: Option<&Path>) -> io::Result
         };
         frames.extend(frame(&restart));
     }
-    file.write_all(&frames)?;
+    replace_by(&dir.join(NEW), &path, &frames)?;
 
-    Ok(file)
+    Ok(path)
 }
 
 /// The seconds in the name of a file of this program.
@@ -368,6 +406,22 @@ mod tests {
         files.into_iter().map(|file| file.steps).collect()
     }
 
+    /// The steps of each file of moved events, by name.
+    fn moved(dir: &Path) -> Vec<(String, Vec<u64>)> {
+        let entries = fs::read_dir(dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().path());
+        let moved = entries.filter(|path| path.display().to_string().contains(".after-step-"));
+        let mut moved: Vec<(String, Vec<u64>)> = moved
+            .map(|path| {
+                let (_, name) = path.to_str().unwrap().split_once(".after").unwrap();
+                (name.to_owned(), scan_file(&path, u64::MAX).unwrap().steps)
+            })
+            .collect();
+        moved.sort();
+        moved
+    }
+
     #[test]
     fn whole_file_goes_on() {
         let dir = tempfile::tempdir().unwrap();
@@ -381,17 +435,25 @@ mod tests {
     }
 
     #[test]
-    fn later_events_are_cut() {
+    fn later_events_move() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path();
         write(dir, "aa", 1..=5);
         write(dir, "aa", 4..=6);
         assert_eq!(steps(dir), [[1, 2, 3], [4, 5, 6]]);
+        assert_eq!(moved(dir), [("-step-3".to_owned(), vec![4, 5])]);
         // All of the second file is later: its first events stay.
         write(dir, "aa", 3..=3);
         assert_eq!(steps(dir), [vec![1, 2], vec![], vec![3]]);
         write(dir, "aa", 4..=4);
         assert_eq!(steps(dir), [vec![1, 2], vec![], vec![3, 4]]);
+        let after_two = ("-step-2".to_owned(), vec![3]);
+        let second = ("-step-2".to_owned(), vec![4, 5, 6]);
+        assert_eq!(moved(dir)[..2], [after_two, second]);
+        // The same step again, of the same file.
+        write(dir, "aa", 3..=3);
+        write(dir, "aa", 3..=3);
+        assert_eq!(moved(dir).len(), 5);
     }
 
     #[test]
@@ -405,7 +467,7 @@ mod tests {
             fs::write(&path, &whole[..whole.len() - cut]).unwrap();
             assert_eq!(steps(dir), [[1]]);
         }
-        check_recorded(dir, &["aa"], 1).unwrap();
+        check_recorded(dir, &["aa"]).unwrap();
         write(dir, "aa", 2..=2);
         assert_eq!(steps(dir), [[1], [2]]);
     }
@@ -414,29 +476,25 @@ mod tests {
     fn other_files_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path();
-        let check = |runs: &[&str], step| check_recorded(dir, runs, step);
-        check(&["aa"], 1).unwrap_err();
+        let check = |runs: &[&str]| check_recorded(dir, runs);
+        check(&["aa"]).unwrap_err();
         write(dir, "aa", 1..=2);
-        check(&["aa"], 2).unwrap();
-        assert_eq!(
-            check(&["aa"], 1).unwrap_err(),
-            "the folder has 1 event after step 1, which would be removed"
-        );
-        check(&["bb"], 2).unwrap_err();
+        check(&["aa"]).unwrap();
+        check(&["bb"]).unwrap_err();
 
         let other = dir.join("events.out.tfevents.1.host");
         for text in [&b""[..], b"notes", &frame(&event_at(0))] {
             fs::write(&other, text).unwrap();
-            let error = check(&["aa"], 2).unwrap_err();
+            let error = check(&["aa"]).unwrap_err();
             assert!(error.contains("events.out.tfevents.1.host"), "{error}");
         }
         fs::remove_file(&other).unwrap();
         std::os::unix::fs::symlink("elsewhere", &other).unwrap();
-        check(&["aa"], 2).unwrap_err();
+        check(&["aa"]).unwrap_err();
         // Another run of TensorBoard.
         fs::remove_file(&other).unwrap();
         fs::create_dir(dir.join("eval")).unwrap();
         fs::write(dir.join("eval/events.out.tfevents.1.host"), "x").unwrap();
-        check(&["aa"], 2).unwrap();
+        check(&["aa"]).unwrap();
     }
 }

@@ -135,6 +135,22 @@ fn mpi_ranks_of(
     Ok(found.map_or(1, |(size, _)| size))
 }
 
+/// The variable of `mpirun --mca odls_base_sigkill_timeout SECONDS`, which the ranks have, too.
+#[cfg(feature = "mpi")]
+pub(crate) const OPEN_MPI_LIMIT: &str = "OMPI_MCA_odls_base_sigkill_timeout";
+
+/// Whether Open MPI's mpirun has started this process as one of several.
+pub(crate) fn is_under_open_mpi() -> bool {
+    std::env::var_os("OMPI_COMM_WORLD_SIZE").is_some() && mpi_ranks().is_ok_and(|ranks| ranks > 1)
+}
+
+/// The rank of this process, as a launcher tells it.
+#[cfg(feature = "mpi")]
+pub(crate) fn launched_rank() -> Option<usize> {
+    let rank = |[_, rank, _]: [&str; 3]| std::env::var(rank).ok()?.parse().ok();
+    MACHINE_VARIABLES.into_iter().find_map(rank)
+}
+
 /// The number of processes, as a launcher tells them, that train one run together.
 ///
 /// # Errors

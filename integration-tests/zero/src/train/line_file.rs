@@ -1,8 +1,8 @@
 //! A file to which a run adds one line a step: `--metrics` and `--csv`. A resumed run appends to it.
 //!
 //! Nothing is written before the first step. Then the lines of that step and later ones, which a
-//! run before the resume wrote, and a line that a crash cut short are removed: the lines to keep
-//! are written to a new file, which replaces the old one by a rename.
+//! run before the resume wrote, move to a file beside, and a line that a crash cut short is removed:
+//! the lines to keep are written to a new file, which replaces the old one by a rename.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -10,8 +10,10 @@ use std::io::{self, BufWriter, Write};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
+use super::aside;
 use super::figures::StepFigures;
 use crate::error::CliError;
+use crate::files::replace;
 use crate::output::counted;
 use zero_trainer::RunOptions;
 
@@ -62,8 +64,8 @@ pub(crate) struct LineFile<L> {
 }
 
 /// Checks that a run may write to `path`: the file is new or empty, or a run resumed at
-/// `first_step` continues it. Returns notes about the lines that the run will replace, and about
-/// steps between its lines and those in the file.
+/// `first_step` continues it. Returns notes about the lines that the run will move, and about steps
+/// between its lines and those in the file.
 ///
 /// # Errors
 /// As [`check_lines`].
@@ -81,7 +83,9 @@ pub(crate) fn check<L: Lines>(
 
     if later > 0 {
         notes.push(format!(
-            "{name}: {later} lines of steps after {first_step} are replaced"
+            "{name}: {} after step {first_step} to be moved to {}",
+            counted(later as u64, "line"),
+            aside::path(path, first_step).display()
         ));
     }
 
@@ -100,17 +104,12 @@ pub(crate) fn check<L: Lines>(
     Ok(notes)
 }
 
-/// Checks that a run resumed at `step` may continue the file that its record names, and no
-/// flag: at least one line is there, every line is of one of `runs`, and none is of a later step,
-/// since continuing would remove it.
+/// Checks that a resumed run may continue the file that its record names, and no flag: at least one
+/// line is there, and every line is of one of `runs`.
 ///
 /// # Errors
 /// The reason.
-pub(crate) fn check_recorded<L: Lines>(
-    path: &Path,
-    runs: &[&str],
-    step: u64,
-) -> Result<(), String> {
+pub(crate) fn check_recorded<L: Lines>(path: &Path, runs: &[&str]) -> Result<(), String> {
     // A link may lead anywhere.
     if !path
         .symlink_metadata()
@@ -124,13 +123,7 @@ pub(crate) fn check_recorded<L: Lines>(
     if lines.is_empty() || !lines.iter().all(|(line, _)| is_own(line)) {
         return Err("the file has lines of another run, or no lines".to_owned());
     }
-    match lines.iter().filter(|(line, _)| line.step > step).count() {
-        0 => Ok(()),
-        later => Err(format!(
-            "the file has {} after step {step}, which would be removed",
-            counted(later as u64, "line")
-        )),
-    }
+    Ok(())
 }
 
 /// As [`check_lines`], for a run with these options.
@@ -273,40 +266,43 @@ impl<L: Lines> LineFile<L> {
     }
 }
 
-/// Removes the lines of `step` and later ones, and opens the file at its end.
+/// Moves the lines of `step` and later ones to a file beside, and opens the file at its end.
 pub(super) fn start<L: Lines>(path: &Path, step: u64) -> io::Result<BufWriter<File>> {
-    let header = L::header();
     let is_file = path.metadata()?.is_file();
     if is_file {
-        let text = fs::read(path)?;
-        let lines = parse::<L>(&text).map_err(io::Error::other)?;
-        let kept = lines
-            .iter()
-            .filter(|(line, _)| line.step < step)
-            .flat_map(|(_, text)| [*text, "\n"]);
-        let kept = std::iter::once(&*header).chain(kept).collect::<String>();
-        if kept.as_bytes() != text {
-            // The rename replaces the file and not a link to it.
-            replace(&path.canonicalize()?, kept.as_bytes())?;
-        }
+        // The renames are of files and not of a link to them.
+        keep_before::<L>(&path.canonicalize()?, step)?;
     }
 
     let mut file = OpenOptions::new().append(true).open(path)?;
     // If it is another file now. If not, this process has locked it.
     let _locked = file.try_lock();
     if !is_file {
-        file.write_all(header.as_bytes())?;
+        file.write_all(L::header().as_bytes())?;
     }
     Ok(BufWriter::new(file))
 }
 
-/// Replaces the content of a file atomically.
-fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
-    let mut new = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new(".")))?;
-    new.write_all(content)?;
-    new.as_file()
-        .set_permissions(path.metadata()?.permissions())?;
-    new.as_file().sync_all()?;
-    new.persist(path)?;
+/// Leaves only the lines before `step` in the file `path`. A kill in between leaves later lines in
+/// both files.
+fn keep_before<L: Lines>(path: &Path, step: u64) -> io::Result<()> {
+    let text = fs::read(path)?;
+    let lines = parse::<L>(&text).map_err(io::Error::other)?;
+    let (kept, later): (Vec<_>, Vec<_>) = lines.iter().partition(|(line, _)| line.step < step);
+    let header = L::header();
+    let whole = |lines: &[&(Line, &str)]| {
+        let lines = lines.iter().flat_map(|(_, text)| [*text, "\n"]);
+        std::iter::once(&*header).chain(lines).collect::<String>()
+    };
+
+    if !later.is_empty() {
+        let aside = aside::path(path, step.saturating_sub(1));
+        replace(&aside, whole(&later).as_bytes())?;
+    }
+    let kept = whole(&kept);
+    if kept.as_bytes() != text {
+        replace(path, kept.as_bytes())?;
+    }
+
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! `zero train`: from flags to a run, and from its results to text.
 
+mod aside;
 mod auto_stage;
 pub(crate) mod backend;
 mod checks;
@@ -82,7 +83,7 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
         setup.reserve_folder()?;
     }
     let signals = Signals::handle()?;
-    setup.options.cancel = signals.received.clone();
+    signals.end(&mut setup.options);
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
 
     observed(&setup, &signals, true, |observe| {

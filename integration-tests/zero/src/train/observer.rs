@@ -1,10 +1,10 @@
 //! Progress bar, metrics file and report of a run.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use std::{fs, io};
 
 use indicatif::{HumanBytes, HumanCount, HumanDuration, ProgressBar};
 
@@ -14,7 +14,7 @@ use super::figures::StepFigures;
 use super::line_file::LineFile;
 use super::memory_picture::Besides;
 use super::metrics_file::{self, MetricsLines};
-use super::report_folder::reported_steps;
+use super::report_folder::{self, SUMMARY, reported_steps};
 use super::setup::RunSetup;
 use super::utilization::Utilization;
 use super::{loss_curve, memory_picture};
@@ -173,9 +173,13 @@ impl Observer {
             .collect();
         let curve = loss_curve::svg(&steps, &validation, setup.workload.data.unigram_loss())?;
 
+        let failed = |path: &Path, e: io::Error| {
+            CliError::Failure(format!("failed to write {}: {e}", path.display()))
+        };
+        report_folder::move_aside(dir, setup.first_step).map_err(|e| failed(dir, e))?;
         let files = [
             ("summary.txt", table.to_owned()),
-            ("summary.json", format!("{summary:#}\n")),
+            (SUMMARY, format!("{summary:#}\n")),
             (RUN_JSON, format!("{:#}\n", setup.record.document())),
             ("loss.svg", curve),
             ("trace.json", timeline),
@@ -190,9 +194,7 @@ impl Observer {
 
         for (name, text) in files.into_iter().chain(memory) {
             let path = dir.join(name);
-            fs::write(&path, text).map_err(|e| {
-                CliError::Failure(format!("failed to write {}: {e}", path.display()))
-            })?;
+            fs::write(&path, text).map_err(|e| failed(&path, e))?;
         }
 
         Ok(())

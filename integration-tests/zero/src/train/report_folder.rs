@@ -1,20 +1,23 @@
 //! The folder of `--report`: whose report it holds, and who may replace it.
 
-use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_ckpt::has_checkpoints;
 use zero_trainer::StepMetrics;
 
-use super::metrics_file;
+use super::{aside, metrics_file};
 use crate::error::CliError;
 use crate::files::absolute;
 use crate::settings::record::RUN_JSON;
 
+/// The figures of a report.
+pub(super) const SUMMARY: &str = "summary.json";
+
 /// The steps of the report in `dir`.
 pub(crate) fn reported_steps(dir: &Path) -> impl Iterator<Item = StepMetrics> {
-    let path = dir.join("summary.json");
+    let path = dir.join(SUMMARY);
     let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
     let summary = if is_file {
         fs::read(path).unwrap_or_default()
@@ -32,13 +35,31 @@ pub(crate) fn reported_steps(dir: &Path) -> impl Iterator<Item = StepMetrics> {
         .filter_map(|step| metrics_file::parse_step(&step.to_string()))
 }
 
-/// Checks that a run resumed at `step` may replace the report in `dir` that its record names, and
-/// no flag: the report is of one of `runs`, on this machine, and has no later step. Links are not
-/// theirs, and writing to them would write elsewhere.
+/// Where the figures of a report that has steps after `step` go when a run resumed there replaces
+/// it; `None` if it has none.
+pub(crate) fn aside(dir: &Path, step: u64) -> Option<PathBuf> {
+    let has_later = reported_steps(dir).any(|reported| reported.step > step);
+    has_later.then(|| aside::path(&dir.join(SUMMARY), step))
+}
+
+/// Moves the figures of a report with steps after `step` aside.
+///
+/// # Errors
+/// A failed rename.
+pub(crate) fn move_aside(dir: &Path, step: u64) -> io::Result<()> {
+    match aside(dir, step) {
+        Some(aside) => fs::rename(dir.join(SUMMARY), aside),
+        None => Ok(()),
+    }
+}
+
+/// Checks that a resumed run may replace the report in `dir` that its record names, and no flag:
+/// the report is of one of `runs`, on this machine. Links are not theirs, and writing to them would
+/// write elsewhere.
 ///
 /// # Errors
 /// The reason.
-pub(crate) fn check_recorded(dir: &Path, runs: &[&str], step: u64) -> Result<(), String> {
+pub(crate) fn check_recorded(dir: &Path, runs: &[&str]) -> Result<(), String> {
     let is_link = |path: &Path| {
         path.symlink_metadata()
             .is_ok_and(|metadata| metadata.is_symlink())
@@ -49,16 +70,7 @@ pub(crate) fn check_recorded(dir: &Path, runs: &[&str], step: u64) -> Result<(),
     if !report_run(dir).is_some_and(|run| runs.contains(&run.as_str())) {
         return Err("no report of it is there now".to_owned());
     }
-    match reported_steps(dir)
-        .map(|step| step.step)
-        .max()
-        .filter(|last| *last > step)
-    {
-        None => Ok(()),
-        Some(last) => Err(format!(
-            "the report has steps after {step}, up to {last}, which would be removed"
-        )),
-    }
+    Ok(())
 }
 
 /// The run whose report is in `dir`.
@@ -71,7 +83,7 @@ fn report_run(dir: &Path) -> Option<String> {
 /// The files of a report.
 const FILES: [&str; 6] = [
     "summary.txt",
-    "summary.json",
+    SUMMARY,
     RUN_JSON,
     "loss.svg",
     "trace.json",

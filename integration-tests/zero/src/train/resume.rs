@@ -12,6 +12,7 @@
 use std::fmt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::{DType, Device};
@@ -55,7 +56,8 @@ impl Selected {
 
 /// An open checkpoint to resume from.
 pub(crate) struct Resumed {
-    reader: Reader,
+    /// Until it is released, no other run removes the checkpoint.
+    reader: Arc<Reader>,
     /// The folder of the checkpoint.
     store_dir: PathBuf,
     state: TrainerState,
@@ -145,7 +147,7 @@ impl Resumed {
 
         Ok(Self {
             store_dir,
-            reader,
+            reader: Arc::new(reader),
             state,
             record,
             config,
@@ -172,6 +174,11 @@ impl Resumed {
         self.reader.path()
     }
 
+    /// The checkpoint, to be released once it is loaded.
+    pub(crate) fn reader(&self) -> Arc<Reader> {
+        Arc::clone(&self.reader)
+    }
+
     /// The completed steps.
     pub(crate) fn step(&self) -> u64 {
         self.state.step
@@ -194,8 +201,7 @@ impl Resumed {
             return (new_run_id(), vec![String::new()]);
         };
         let mut resumed_runs = record.resumed_runs.clone();
-        let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        if dir.is_some_and(|dir| real(dir) == real(&self.store_dir)) {
+        if is_same(dir, &self.store_dir) {
             return (record.run.clone(), resumed_runs);
         }
         resumed_runs.push(record.run.clone());
@@ -264,6 +270,10 @@ impl Resumed {
             .checkpoint
             .get_or_insert_with(|| self.store_dir.clone());
         filled.seed.get_or_insert(self.state.seed);
+        // No other run saves there, and this one removes the checkpoint once it is old.
+        if is_same(filled.checkpoint.as_deref(), &self.store_dir) {
+            self.reader.release();
+        }
         let Some(record) = record else { return filled };
         filled.recorded_ranks = Some(record.batch.ranks);
         self.fill_outputs(record, &mut filled);
@@ -302,8 +312,7 @@ impl Resumed {
     ///
     /// Why so strict: the paths are those of one machine and the checkpoint may be from elsewhere,
     /// such as a copy of the folder, in which another run continues from the same step. So only the
-    /// run itself, in its own folder, continues its files, and only if nothing in them would be
-    /// lost.
+    /// run itself, in its own folder, continues its files.
     ///
     /// # Errors
     /// The reason.
@@ -337,10 +346,10 @@ impl Resumed {
 
         let runs = record.runs();
         match output {
-            Output::Metrics => line_file::check_recorded::<MetricsLines>(path, &runs, self.step()),
-            Output::Csv => line_file::check_recorded::<CsvLines>(path, &runs, self.step()),
-            Output::Tensorboard => event_files::check_recorded(path, &runs, self.step()),
-            Output::Report => report_folder::check_recorded(path, &runs, self.step()),
+            Output::Metrics => line_file::check_recorded::<MetricsLines>(path, &runs),
+            Output::Csv => line_file::check_recorded::<CsvLines>(path, &runs),
+            Output::Tensorboard => event_files::check_recorded(path, &runs),
+            Output::Report => report_folder::check_recorded(path, &runs),
         }
     }
 
@@ -450,6 +459,12 @@ impl Resumed {
             "--model {name}: {path} is a checkpoint of another model{of} ({differences}); remove --model"
         )))
     }
+}
+
+/// Whether a run saves to `folder`.
+fn is_same(saves_to: Option<&Path>, folder: &Path) -> bool {
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    saves_to.is_some_and(|dir| real(dir) == real(folder))
 }
 
 /// Whether a folder of `owner` and with the bits `mode` is the user's, or for the temporary files

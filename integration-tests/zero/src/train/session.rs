@@ -4,7 +4,7 @@ use zero_trainer::{RankSummary, StepMetrics, TrainError};
 
 use super::observer::Observer;
 use super::setup::RunSetup;
-use super::signals::Signals;
+use super::signals::{Signals, ended};
 use super::{opening, summary};
 use crate::error::CliError;
 use crate::output::print_text;
@@ -23,18 +23,17 @@ pub(crate) fn observed(
     prints: bool,
     train: impl FnOnce(Observe<'_>) -> Result<Vec<RankSummary>, CliError>,
 ) -> Result<(), CliError> {
-    let ended = |summaries: &[RankSummary]| match summaries.iter().any(|s| s.cancelled) {
-        true => Err(signals.interruption()),
-        false => Ok(()),
-    };
-
     if !prints {
-        return ended(&train(&mut |_| Ok(()))?);
+        return ended(&train(&mut |_| {
+            setup.release_checkpoint();
+            Ok(())
+        })?);
     }
     print_text(opening::text(setup))?;
     signals.announce()?;
     let mut observer = Observer::new(setup)?;
     let summaries = train(&mut |metrics| {
+        setup.release_checkpoint();
         observer.step(metrics, setup.samples.as_ref());
         Ok(())
     });

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use zero_alloc::device::Device;
+use zero_ckpt::Reader;
 use zero_optim::RankSettings;
 use zero_shard::Layout;
 use zero_trainer::{RunOptions, Settings};
@@ -54,6 +55,8 @@ pub(crate) struct RunSetup {
     pub(crate) route: Route,
     /// The completed steps at the start.
     pub(crate) first_step: u64,
+    /// The checkpoint that the run resumes.
+    checkpoint: Option<Arc<Reader>>,
     pub(crate) metrics: Option<PathBuf>,
     pub(crate) csv: Option<PathBuf>,
     pub(crate) tensorboard: Option<PathBuf>,
@@ -152,6 +155,7 @@ impl RunSetup {
                 .map(|samples| samples.options.clone()),
             resume: args.resume.clone(),
             cancel: Arc::default(),
+            signal: Arc::default(),
             run_id,
             resumed_runs,
             documents: [(RUN_JSON.to_owned(), record.document())].into(),
@@ -182,6 +186,7 @@ impl RunSetup {
             agreed,
             route: parts.route,
             first_step: parts.resumed.map_or(0, Resumed::step),
+            checkpoint: parts.resumed.map(Resumed::reader),
             metrics: args.metrics.clone(),
             csv: args.csv.clone(),
             tensorboard: args.tensorboard.clone(),
@@ -278,8 +283,23 @@ impl RunSetup {
                 .as_ref()
                 .map(|(dir, _)| dir.as_path());
             report_folder::check(dir, checkpoints, &self.options.runs())?;
+            if let Some(aside) = report_folder::aside(dir, self.first_step) {
+                self.notices.push(format!(
+                    "{}: figures of steps after {} to be moved to {}",
+                    dir.display(),
+                    self.first_step,
+                    aside.display()
+                ));
+            }
         }
         Ok(())
+    }
+
+    /// Lets other runs remove the checkpoint that this one has loaded.
+    pub(crate) fn release_checkpoint(&self) {
+        if let Some(checkpoint) = &self.checkpoint {
+            checkpoint.release();
+        }
     }
 
     /// Whether to record a timeline: always on the host, where it costs nothing, and on a GPU for a

@@ -17,7 +17,7 @@ use crate::files::absolute;
 use crate::flags::DTypeFlag;
 use crate::output::{counted, print_note, print_text, progress_bar};
 use crate::settings::args::DeviceChoice;
-use crate::train::signals::{self, ENDING};
+use crate::train::signals;
 
 pub(super) const TRIALS: usize = 5;
 const STEPS: u64 = 10;
@@ -297,7 +297,7 @@ fn run_all(
     planned: &[Planned<'_>],
     folder: &mut ResultsFolder,
 ) -> Result<Vec<(Trial, bool)>, CliError> {
-    let mut received = signal_hook::iterator::Signals::new(ENDING).map_err(signals::not_handled)?;
+    let mut received = signals::received()?;
     let bar = progress_bar(planned.len() as u64 * of.steps.total);
     let mut trials: Vec<(Trial, bool)> = Vec::new();
     for (index, plan) in planned.iter().enumerate() {

@@ -1,5 +1,6 @@
 //! The program `zero` as a user starts it, in one test program, because linking several is slow.
 
+mod alone;
 mod breakdown;
 mod cli;
 mod config;

@@ -252,10 +252,22 @@ fn resumed_copy_leaves_files_of_the_original() {
     notes(&out, "was copied or moved");
     assert!(read() == before);
 
-    // In its own folder, from an earlier step.
+    // In its own folder, from an earlier step: what was there moves.
     let out = resume(dir, &["o/step-00000002", "--steps", "3"]);
-    notes(&out, "which would be removed");
-    assert!(read() == before);
+    assert!(
+        out.contains("m: 2 lines after step 2 to be moved to "),
+        "{out}"
+    );
+    assert!(
+        out.contains("r: figures of steps after 2 to be moved to "),
+        "{out}"
+    );
+    let moved = |name: &str| std::fs::read(dir.join(name)).unwrap();
+    let lines = |bytes: &[u8]| bytes.iter().filter(|byte| **byte == b'\n').count();
+    assert_eq!(lines(&moved("m")), 3);
+    assert!(before[0].ends_with(&moved("m.after-step-2")));
+    assert_eq!(lines(&moved("m.after-step-2")), 2);
+    assert_eq!(moved("r/summary.json.after-step-2"), before[1]);
 }
 
 /// Another process holds the lock; the run goes on without metrics.

@@ -190,9 +190,11 @@ fn resumed_metrics_are_appended() {
     fs::write(&path, format!("{first}{fifth}\n{}", &fifth[..40])).unwrap();
     let out = succeeds(&resume(&["--steps", "6"]));
     assert!(
-        out.contains("m: 1 lines of steps after 4 are replaced"),
+        out.contains("m: 1 line after step 4 to be moved to m.after-step-4\n"),
         "{out}"
     );
+    let moved = fs::read_to_string(dir.path().join("m.after-step-4")).unwrap();
+    assert_eq!(moved, format!("{fifth}\n"));
     let text = fs::read_to_string(&path).unwrap();
     assert!(text.starts_with(&first) && !text.contains(&fifth), "{text}");
     assert_eq!(numbers(&path), [1, 2, 3, 4, 5, 6]);
