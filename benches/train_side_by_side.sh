@@ -8,7 +8,8 @@
 # The model: 6 layers, width 384, 6 heads, 256 positions, vocabulary 256; batch 8, fp32, AdamW, clipping at 1.
 # LAYERS and ZERO (a built program) make a short test of the script. Needs Python with torch. Prints each
 # round, the losses of both side by side and the ratio of the medians. Fails if the losses of a step differ by more than 1
-# in 10,000, or with dropout, whose masks differ, by more than 1 in 100: the two then did not train the same model.
+# in 10,000, or with dropout, whose masks differ, by more than 1 in 50 (masks make 1.2% in six
+# steps, dropout on one side only 4%): the two then did not train the same model.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rounds=${ROUNDS:-3} steps=${STEPS:-12} threads=${THREADS:-2} layers=${LAYERS:-6} warm_up=2
@@ -56,7 +57,7 @@ for dropout in sys.argv[4:]:
         ours.append(statistics.median(step["tokens_per_s"] for step in zero[warm_up:]))
         print(f"  round {round}: zero {ours[-1]:8.0f} tokens/s, torch {theirs[-1]:8.0f} tokens/s, ratio {ours[-1] / theirs[-1]:.2f}")
 
-    limit = 1e-4 if float(dropout) == 0 else 1e-2
+    limit = 1e-4 if float(dropout) == 0 else 2e-2
     losses = [(step["loss"], loss) for step, loss in zip(zero, torch["losses"], strict=True)]
     worst = max(abs(a - b) / b for a, b in losses)
     print("  losses, zero:  " + " ".join(f"{a:.5f}" for a, _ in losses))
