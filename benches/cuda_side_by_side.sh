@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 rounds=${ROUNDS:-3} steps=${STEPS:-25} modes=${MODES:-eager compile fsdp2} stages=${STAGES:-0 1 2 3}
 
-ours=cuda_train # on PATH if ../shared/tools/gpu-bundle packed it for a machine without Rust
+ours=cuda_train # on PATH if benches/gpu/pack packed it for a machine without Rust
 if command -v cargo >/dev/null; then
     cargo build --release --bin cuda_train
     ours=${CARGO_TARGET_DIR:-target}/release/cuda_train

@@ -7,7 +7,7 @@
 #   benches/sanitize.sh model                  # the kernels of the model: at most ten minutes
 #   benches/sanitize.sh tools                  # the kernels of zero-kernels under initcheck and synccheck: at most seven minutes
 #   benches/sanitize.sh rest                   # the other programs: at most nine minutes
-#   .gpu/run -- benches/sanitize.sh model      # on a machine without Rust, packed by ../shared/tools/gpu-bundle
+#   zero-gpu/run -- benches/sanitize.sh model  # on a machine without Rust, packed by benches/gpu/pack
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -5,18 +5,28 @@
 #   benches/stage_cost.sh                 # 3 rounds of 12 steps, 2 ranks
 #   ROUNDS=5 RANKS=4 benches/stage_cost.sh
 #
-# The model is that of train_side_by_side.sh, with micro-batch 4 per rank. Prints tokens/s of each stage and its ratio
+# The model has the shape of that of train_side_by_side.sh, with micro-batch 4 per rank; LAYERS and ZERO (a built program) make a
+# short test of the script. Prints tokens/s of each stage and its ratio
 # to stage 0 (the median of the rounds' ratios).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-rounds=${ROUNDS:-3} steps=${STEPS:-12} ranks=${RANKS:-2} warm_up=2
+rounds=${ROUNDS:-3} steps=${STEPS:-12} ranks=${RANKS:-2} layers=${LAYERS:-6} warm_up=2
 
-python3 -c 'import torch, safetensors' || { echo "the model is made with: pip install torch safetensors numpy" >&2; exit 2; }
-cargo build --release --bin zero
-zero=${CARGO_TARGET_DIR:-target}/release/zero
+zero=${ZERO:-}
+if [ -z "$zero" ]; then
+    cargo build --release --bin zero
+    zero=${CARGO_TARGET_DIR:-target}/release/zero
+fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-python3 benches/torch_train.py --steps "$steps" --write "$work/model"
+PYTHONPATH=benches PYTHONDONTWRITEBYTECODE=1 python3 - "$work/model" "$layers" <<'PYTHON'
+import sys
+
+from simulated_cpu import write_model, write_tokens
+
+write_model(sys.argv[1], int(sys.argv[2]), 384, 6, 256)
+write_tokens(f"{sys.argv[1]}/tokens.bin", 1_000_000)
+PYTHON
 
 for round in $(seq "$rounds"); do
     for stage in 0 1 2 3; do

@@ -13,6 +13,7 @@ allocator do, which is nothing where all kernels are deterministic. `--device cp
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -20,6 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
 ALLOCATORS = ["torch", "torch-again", "mem-pool", "process"]
 
@@ -33,18 +36,18 @@ def train(args):
         arena.use_for_process()
     import torch
 
-    from torch_gpu_train import MODELS, Gpt2
+    from torch_models import PRESETS, build
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(1)
     lengths = random.Random(1)
     on_gpu = args.device == "cuda"
-    layers, width, heads = MODELS[args.model]
+    shape = dataclasses.replace(PRESETS[args.model], vocabulary=args.vocabulary)
     context = arena.mem_pool() if args.allocator == "mem-pool" else contextlib.nullcontext()
     times, losses = [], []
     with context:
         with torch.device(args.device):
-            model = Gpt2(layers, width, heads, args.seq, args.vocabulary)
+            model = build(shape, args.seq)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for _ in range(args.steps):
             length = lengths.randrange(args.seq // 8, args.seq)

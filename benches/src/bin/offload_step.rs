@@ -106,7 +106,10 @@ fn fio(dir: &str, bytes: usize) -> Result<Duration, Box<dyn Error>> {
         job(write, rw_write),
     ]
     .concat();
-    let out = std::process::Command::new("fio").args(args).output()?;
+    let out = std::process::Command::new("fio")
+        .args(args)
+        .output()
+        .map_err(|error| format!("fio: {error}; install it (apt-get install fio)"))?;
     for file in ["offload_step_r.0.0", "offload_step_w.0.0"] {
         std::fs::remove_file(Path::new(dir).join(file))?;
     }

@@ -1,6 +1,6 @@
 //! The speed of one pool used by several threads, relative to one thread: pairs of allocation and
 //! free, and pairs with one operation enqueued between them. Rounds alternate; the best of each
-//! counts.
+//! counts. `pool_threads [PAIRS]`: pairs of a thread, by default a million, and a fifth with operations.
 //!
 //! With fewer cores than threads, each thread runs at most at `cores / threads` of one thread's
 //! speed. The output has this ceiling, and the processor time per pair, to which it does not apply.
@@ -99,11 +99,15 @@ fn measure(threads: usize, pairs: usize, enqueue: bool) -> Result<Pair, AllocErr
     })
 }
 
-fn main() -> Result<(), AllocError> {
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let pairs = std::env::args().nth(1);
+    let pairs = pairs
+        .map_or(Ok(1_000_000), |pairs| pairs.parse::<usize>())?
+        .max(5);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     for (what, enqueue, pairs) in [
-        ("alone", false, 1_000_000),
-        ("with one operation enqueued", true, 200_000),
+        ("alone", false, pairs),
+        ("with one operation enqueued", true, pairs / 5),
     ] {
         let worst = Pair {
             wall_ns: f64::MAX,

@@ -56,28 +56,41 @@ impl Counter {
         Self { key: [a, b] }
     }
 
-    /// [`Self::four`] of N counters from `(high, low)` on: number `w` of counter `low + i` is
-    /// `[w][i]`. Loops over `i` vectorize.
+    /// Writes the numbers of [`Self::four`] of [`BLOCK`] / 4 counters from `(high, low)` on.
+    ///
+    /// Two words of a counter are one u64, because that is what SIMD multiplies: an iteration has no branch and
+    /// depends on no other, so the loop vectorizes for the target of the function that it is inlined into.
     #[inline(always)]
-    pub(crate) fn fours<const N: usize>(&self, high: u64, low: u64) -> [[u32; N]; 4] {
-        let number = |i: usize| low + i as u64;
-        let mut counter = [
-            std::array::from_fn(|i| number(i) as u32),
-            std::array::from_fn(|i| (number(i) >> 32) as u32),
-            [high as u32; N],
-            [(high >> 32) as u32; N],
-        ];
+    pub(crate) fn block(&self, out: &mut [u32; BLOCK], high: u64, low: u64) {
         let mut key = self.key;
-        for _ in 0..ROUNDS {
-            for i in 0..N {
-                let four = round(counter.map(|word| word[i]), key);
-                for (word, x) in counter.iter_mut().zip(four) {
-                    word[i] = x;
-                }
-            }
+        let keys: [[u64; 2]; ROUNDS] = std::array::from_fn(|_| {
+            let now = key;
             key = next_key(key);
+            now.map(u64::from)
+        });
+
+        let mut pairs = [[0u64; 2]; BLOCK / 4];
+        for (i, pair) in pairs.iter_mut().enumerate() {
+            let mut left = low + i as u64;
+            let mut right = high;
+            for key in keys {
+                let of_left = (left & LOW) * LEFT;
+                let of_right = (right & LOW) * RIGHT;
+                // The halves of a product trade places: the high one, which the key changes, is the first word.
+                left = of_right.rotate_left(32) ^ (left >> 32) ^ key[0];
+                right = of_left.rotate_left(32) ^ (right >> 32) ^ key[1];
+            }
+            *pair = [left, right];
         }
-        counter
+
+        for (four, [left, right]) in out.as_chunks_mut::<4>().0.iter_mut().zip(pairs) {
+            *four = [
+                left as u32,
+                (left >> 32) as u32,
+                right as u32,
+                (right >> 32) as u32,
+            ];
+        }
     }
 
     /// A number below `bound` (0 if `bound` is 0), uniform to within one part in 2^64 / `bound`.
@@ -117,6 +130,16 @@ fn fnv1a(bytes: &[u8]) -> u64 {
 /// Rounds of Philox4x32-10.
 const ROUNDS: usize = 10;
 
+/// The factors of a round.
+const LEFT: u64 = 0xd251_1f53;
+const RIGHT: u64 = 0xcd9e_8d57;
+
+/// The low word of a u64.
+const LOW: u64 = 0xffff_ffff;
+
+/// Numbers that [`Counter::block`] draws at once: enough independent ones for the multipliers of a core.
+pub(crate) const BLOCK: usize = 64;
+
 /// Philox4x32-10.
 fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for _ in 0..ROUNDS {
@@ -128,8 +151,8 @@ fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 
 #[inline(always)]
 fn round(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
-    let left = u64::from(counter[0]) * 0xd251_1f53;
-    let right = u64::from(counter[2]) * 0xcd9e_8d57;
+    let left = u64::from(counter[0]) * LEFT;
+    let right = u64::from(counter[2]) * RIGHT;
     [
         (right >> 32) as u32 ^ counter[1] ^ key[0],
         right as u32,
@@ -206,14 +229,14 @@ mod tests {
     }
 
     #[test]
-    fn many_at_once_are_the_same() {
+    fn block_has_the_numbers_of_its_counters() {
         let counter = Counter::new(5, "masks").stream(3, 9);
         assert_ne!(counter, Counter::new(5, "masks").stream(9, 3));
         let low = (7 << 32) - 3;
-        let all = counter.fours::<16>(1 << 40, low);
-        for i in 0..16 {
-            let four = counter.four(1 << 40, low + i as u64);
-            assert_eq!(all.map(|word| word[i]), four);
+        let mut block = [0; BLOCK];
+        counter.block(&mut block, 1 << 40, low);
+        for (i, four) in block.chunks(4).enumerate() {
+            assert_eq!(four, counter.four(1 << 40, low + i as u64));
         }
     }
 

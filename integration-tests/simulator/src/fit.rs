@@ -2,7 +2,7 @@
 //!
 //! It minimises, over `x = ln(parameter / prior)` between bounds, the sum of squares of
 //!
-//! - `h(ln(predicted / measured))` for each row, where `h` makes large residuals count linearly
+//! - `sqrt(weight) h(ln(predicted / measured))` for each row, where `h` makes large residuals count linearly
 //!   (pseudo-Huber): one row that was measured on a bad day does not move the fit, and
 //! - `sqrt(RIDGE) x` for each parameter: one that no row depends on stays at its prior.
 //!
@@ -60,15 +60,28 @@ pub enum FitError {
     Predicted { row: usize, value: f64 },
 }
 
-/// Fits efficiencies, which start at `prior`, to `measured` speeds in tokens per second and GPU.
-/// `predict` returns the speed of a row, an index into `measured`, for efficiencies between [`Efficiencies::LOW`] and
-/// [`Efficiencies::HIGH`]. Equal arguments give equal results.
+/// [`fit_weighted`] with equal weights.
 ///
 /// # Errors
 /// No row, or a speed that is not a finite number above 0.
 pub fn fit(
     prior: &Efficiencies,
     measured: &[f64],
+    predict: impl Fn(&Efficiencies, usize) -> f64,
+) -> Result<Fit, FitError> {
+    fit_weighted(prior, measured, &vec![1.0; measured.len()], predict)
+}
+
+/// Fits efficiencies, which start at `prior`, to `measured` speeds in tokens per second and GPU, of which each counts as
+/// much as its weight (see [`row_weights`](crate::row_weights)). `predict` returns the speed of a row, an index into `measured`, for efficiencies between [`Efficiencies::LOW`] and
+/// [`Efficiencies::HIGH`]. Equal arguments give equal results.
+///
+/// # Errors
+/// No row, or a speed that is not a finite number above 0.
+pub fn fit_weighted(
+    prior: &Efficiencies,
+    measured: &[f64],
+    weights: &[f64],
     predict: impl Fn(&Efficiencies, usize) -> f64,
 ) -> Result<Fit, FitError> {
     if measured.is_empty() {
@@ -84,7 +97,7 @@ pub fn fit(
         }
     }
 
-    let problem = Problem::new(prior, measured, predict);
+    let problem = Problem::new(prior, measured, weights, predict);
     let mut best: Option<(f64, Vector)> = None;
     for start in STARTS {
         let mut x = [0.0; PARAMS];
@@ -109,6 +122,7 @@ fn is_speed(value: f64) -> bool {
 /// The function to minimise.
 struct Problem<'a, P> {
     measured: &'a [f64],
+    weights: &'a [f64],
     predict: P,
     prior: Vector,
     low: Vector,
@@ -116,7 +130,7 @@ struct Problem<'a, P> {
 }
 
 impl<'a, P: Fn(&Efficiencies, usize) -> f64> Problem<'a, P> {
-    fn new(prior: &Efficiencies, measured: &'a [f64], predict: P) -> Self {
+    fn new(prior: &Efficiencies, measured: &'a [f64], weights: &'a [f64], predict: P) -> Self {
         let prior = prior.to_array();
         let logarithms = |bound: Efficiencies| {
             let bound = bound.to_array();
@@ -124,6 +138,7 @@ impl<'a, P: Fn(&Efficiencies, usize) -> f64> Problem<'a, P> {
         };
         Self {
             measured,
+            weights,
             predict,
             prior,
             low: logarithms(Efficiencies::LOW),
@@ -221,7 +236,9 @@ impl<'a, P: Fn(&Efficiencies, usize) -> f64> Problem<'a, P> {
     }
 
     fn residuals(&self, x: &Vector) -> Vec<f64> {
-        self.logarithms(x).into_iter().map(huber).collect()
+        let rows = self.logarithms(x).into_iter().zip(self.weights);
+        rows.map(|(error, weight)| weight.sqrt() * huber(error))
+            .collect()
     }
 
     /// Half of the sum of squares; infinite where a prediction is NaN.
@@ -323,6 +340,39 @@ mod tests {
             .filter(|(row, _)| *row != 3);
         let mean = others.map(|(_, residual)| residual.abs()).sum::<f64>() / 15.0;
         assert!(mean < 0.02, "{mean}");
+    }
+
+    /// Twelve rows that are all wrong in the same way count as one if their weights add up to one.
+    #[test]
+    fn weights_are_counts_of_rows() {
+        let truth = measured(&Efficiencies::PRIOR);
+        let mut once = truth.clone();
+        once.push(0.9 * truth[1]);
+        let mut often = truth.clone();
+        often.extend([0.9 * truth[1]; 12]);
+        let row = |row: usize| if row < 16 { row } else { 1 };
+        let of = |measured: &[f64], weight: f64| {
+            let weights: Vec<f64> = (0..measured.len())
+                .map(|row| if row < 16 { 1.0 } else { weight })
+                .collect();
+            let predict = |efficiencies: &Efficiencies, at: usize| speed(efficiencies, row(at));
+            fit_weighted(&Efficiencies::PRIOR, measured, &weights, predict).unwrap()
+        };
+
+        let expected = of(&once, 1.0);
+        let weighted = of(&often, 1.0 / 12.0);
+        let pairs = expected
+            .efficiencies
+            .to_array()
+            .into_iter()
+            .zip(weighted.efficiencies.to_array());
+        for (expected, weighted) in pairs {
+            assert!(
+                (expected / weighted - 1.0).abs() < 1e-3,
+                "{expected} {weighted}"
+            );
+        }
+        assert!((of(&often, 1.0).cost / expected.cost - 1.0).abs() > 0.1);
     }
 
     #[test]

@@ -6,7 +6,8 @@
 //! seconds of a gather or a reduce-scatter.
 //!
 //! The efficiencies have priors. Up to eight measured steps of a machine and a software replace
-//! them: [`Table`] reads the measurements, [`calibration_rows`] picks the eight, [`fit`] fits, and
+//! them: [`Table`] reads the measurements, [`calibration_rows`] picks the eight, or
+//! [`row_weights`] weighs all, [`fit`] fits, and
 //! [`Errors`] compares predictions with the rows that were not used.
 //!
 //! ```
@@ -61,10 +62,10 @@ mod workload;
 
 pub use efficiencies::Efficiencies;
 pub use errors::{Errors, PairCount, Worst, errors_table};
-pub use fit::{Fit, FitError, fit};
+pub use fit::{Fit, FitError, fit, fit_weighted};
 pub use formulas::{Attention, Costs, PassSeconds, Shape, Software, ring};
 pub use machine::{Cluster, Machine, MachineError};
 pub use rows::{PREDICTED, Row, RowsError, Table, groups};
-pub use rule::{CALIBRATION_ROWS, calibration_rows, is_memory_tight, likely_range};
+pub use rule::{CALIBRATION_ROWS, calibration_rows, is_memory_tight, likely_range, row_weights};
 pub use step::{Run, SimulatedRow, Step, StepSchedules, Units};
 pub use text::{from_text, to_text};

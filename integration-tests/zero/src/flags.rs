@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
 
 use crate::error::CliError;
-use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
+use zero_models::{ModelConfig, PRESETS};
 
 /// Element types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -40,6 +40,11 @@ impl From<DTypeFlag> for DType {
             DTypeFlag::Fp16 => DType::F16,
         }
     }
+}
+
+/// The help of `--model`: all presets, and what else it takes.
+pub(crate) fn model_help(others: &str) -> String {
+    format!("A preset ({}), {others}", PRESETS.join(", "))
 }
 
 /// The least memory of a GPU, and the fewest parameters of a model, that can be meant: less has

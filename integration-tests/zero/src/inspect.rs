@@ -13,7 +13,7 @@ use zero_trainer::IGNORED;
 use crate::data::examples::{EncoderSource, ExampleRows, RowOptions};
 use crate::data::{DataSource, TrainingData, check_tokenizer};
 use crate::error::CliError;
-use crate::flags::{find_model, parse_whole};
+use crate::flags::{find_model, model_help, parse_whole};
 use crate::output::{print_note, print_text};
 
 /// Look at training data
@@ -35,8 +35,9 @@ struct InspectArgs {
     /// A .jsonl file of examples, or a folder of them
     #[arg(long, value_name = "FILE|DIR")]
     data: PathBuf,
-    /// The folder of the model, with its tokenizer and chat template
-    #[arg(long, value_name = "PRESET|DIR")]
+    /// The model.
+    #[arg(long, value_name = "PRESET|DIR", help = model_help("or the model's folder, with its tokenizer \
+        and chat template"))]
     model: Option<String>,
     /// Tokenizer: a tokenizer.json, or a folder [default: that of --model; none for bytes]
     #[arg(long, value_name = "FILE|DIR")]

@@ -10,10 +10,7 @@ use rayon::prelude::*;
 use zero_trainer::BatchRows;
 
 use super::{rows_per_thread, with_scratch};
-use crate::random::Counter;
-
-/// Counters whose numbers are drawn at once.
-const LANES: usize = 16;
+use crate::random::{BLOCK, Counter};
 
 /// The streams of random numbers of a batch, one a sequence; empty if nothing is dropped.
 #[derive(Clone, Debug, Default)]
@@ -94,21 +91,10 @@ impl Dropout<'_> {
 
     /// Writes the factors of elements `first..` of a line of a sequence.
     pub fn factors(self, out: &mut [f32], sequence: usize, line: usize, first: usize) {
-        let before = first % 4;
-        let stream = &self.streams[sequence];
-        let low = u64::from(self.site) << 32 | (first / 4) as u64;
-        let limits = self.limits;
         let high = (self.first + line) as u64;
-        if before == 0 {
-            return factors_from(out, stream, [high, low], limits);
-        }
-
-        let (head, rest) = out.split_at_mut(out.len().min(4 - before));
-        let numbers = stream.four(high, low);
-        for (x, number) in head.iter_mut().zip(&numbers[before..]) {
-            *x = factor_of(*number, limits);
-        }
-        factors_from(rest, stream, [high, low + 1], limits);
+        let low = u64::from(self.site) << 32 | (first / 4) as u64;
+        let stream = &self.streams[sequence];
+        factors_from(out, stream, [high, low], first % 4, self.limits);
     }
 
     /// `x *= factors`: x `[batch, seq, c]`, or some of its rows.
@@ -148,33 +134,35 @@ impl Dropout<'_> {
     }
 }
 
-#[inline(always)]
-fn factor_of(number: u32, limits: Limits) -> f32 {
-    if number < limits.below {
-        0.0
-    } else {
-        limits.factor
-    }
-}
-
-/// The factors of the numbers from the counter `[high, low]` on.
+/// The factors of the numbers of the counters from `[high, low]` on, without the first `skipped`.
 #[multiversion(targets = "simd")]
-fn factors_from(out: &mut [f32], stream: &Counter, [high, low]: [u64; 2], limits: Limits) {
-    let (chunks, rest) = out.as_chunks_mut::<{ 4 * LANES }>();
+fn factors_from(
+    out: &mut [f32],
+    stream: &Counter,
+    [high, low]: [u64; 2],
+    skipped: usize,
+    limits: Limits,
+) {
+    let mut numbers = [0; BLOCK];
     let mut low = low;
-    for chunk in chunks {
-        let words = stream.fours::<LANES>(high, low);
-        for i in 0..LANES {
-            for w in 0..4 {
-                chunk[4 * i + w] = factor_of(words[w][i], limits);
-            }
+    let mut skipped = skipped;
+    let mut rest = out;
+
+    while !rest.is_empty() {
+        stream.block(&mut numbers, high, low);
+        let len = rest.len().min(BLOCK - skipped);
+        let (part, after) = rest.split_at_mut(len);
+        for (x, number) in part.iter_mut().zip(&numbers[skipped..]) {
+            *x = if *number < limits.below {
+                0.0
+            } else {
+                limits.factor
+            };
         }
-        low += LANES as u64;
-    }
-    for (group, chunk) in (low..).zip(rest.chunks_mut(4)) {
-        for (x, number) in chunk.iter_mut().zip(stream.four(high, group)) {
-            *x = factor_of(number, limits);
-        }
+
+        low += BLOCK as u64 / 4;
+        skipped = 0;
+        rest = after;
     }
 }
 
@@ -194,6 +182,8 @@ fn multiply_and_add(y: &mut [f32], factors: &[f32], residual: &[f32]) {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn rows(seed: u64, step: u64, first: u64) -> BatchRows {
@@ -242,17 +232,79 @@ mod tests {
         assert_eq!(mask(&draws, 0.5, 4, 1, 256), of_other_rank);
     }
 
-    #[test]
-    fn parts_of_a_line_are_parts_of_its_mask() {
-        let draws = Draws::new(rows(8, 0, 0), 1);
-        let whole = mask(&draws, 0.3, 2, 0, 300);
-        let dropout = draws.dropout(0.3, 2).unwrap();
-        for first in [0, 1, 2, 3, 4, 63, 64, 130] {
-            for n in [0, 1, 2, 3, 5, 64, 67, 150] {
-                let mut part = vec![f32::NAN; n];
-                dropout.factors(&mut part, 0, 5, first);
-                assert_eq!(part, whole[first..first + n], "{first}, {n}");
-            }
+    /// The factor of one element by the definition: its number is one of the four of its counter.
+    fn plain(
+        draws: &Draws,
+        p: f32,
+        site: u32,
+        sequence: usize,
+        line: usize,
+        element: usize,
+    ) -> f32 {
+        let low = u64::from(site) << 32 | (element / 4) as u64;
+        let number = draws.0[sequence].four(line as u64, low)[element % 4];
+        if f64::from(number) < (f64::from(p) * 2f64.powi(32)).floor() {
+            0.0
+        } else {
+            1.0 / (1.0 - p)
+        }
+    }
+
+    fn bits(x: &[f32]) -> Vec<u32> {
+        x.iter().map(|x| x.to_bits()).collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn factors_are_those_of_the_definition(
+            of in (any::<u64>(), any::<u64>(), any::<u32>()),
+            site: u32,
+            p in 1e-6f32..0.999,
+            sequence in 0usize..3,
+            first_line in 0usize..1 << 40,
+            line in 0usize..1 << 20,
+            first in prop_oneof![0usize..300, 0usize..1 << 30],
+            n in 0usize..400,
+        ) {
+            let (seed, step, row) = of;
+            let draws = Draws::new(rows(seed, step, u64::from(row)), 3);
+            let dropout = draws.dropout(p, site).unwrap().from_line(first_line);
+            let mut out = vec![f32::NAN; n];
+            dropout.factors(&mut out, sequence, line, first);
+            let expected = (first..first + n)
+                .map(|element| plain(&draws, p, site, sequence, first_line + line, element));
+            prop_assert_eq!(out, expected.collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn rows_are_multiplied_by_the_factors_of_their_elements(
+            seed: u64,
+            p in 0.01f32..0.9,
+            [batch, seq, c, before] in [1usize..4, 1..6, 1..150, 0..5],
+        ) {
+            let draws = Draws::new(rows(seed, 1, 2), batch);
+            let before = before.min(batch * seq - 1);
+            let dropout = draws.dropout(p, 3).unwrap().from_line(9).of_rows_from(before);
+            let count = (batch * seq - before) * c;
+            let value = |i: usize| (i % 17) as f32 - 8.0;
+            let x: Vec<f32> = (0..count).map(value).collect();
+            let residual: Vec<f32> = (0..count).map(|i| value(5 * i + 1)).collect();
+
+            let mut y = vec![f32::NAN; count];
+            dropout.of(&mut y, &x, seq, c);
+            let mut sum = x.clone();
+            dropout.apply_and_add(&mut sum, &residual, seq, c);
+
+            let factor = |i: usize| {
+                let row = before + i / c;
+                plain(&draws, p, 3, row / seq, 9 + row % seq, i % c)
+            };
+            let product: Vec<f32> = (0..count).map(|i| x[i] * factor(i)).collect();
+            prop_assert_eq!(bits(&y), bits(&product));
+            let expected: Vec<f32> = product.iter().zip(&residual).map(|(y, r)| y + r).collect();
+            prop_assert_eq!(bits(&sum), bits(&expected));
         }
     }
 

@@ -598,10 +598,10 @@ fn wrong_values_name_the_expected_ones() {
         {"gradient_clipping": -1} => gradient_clipping is -1; expected a number, 0 (off) or above
         {"gradient_clipping": "1"} => gradient_clipping is "1"; expected a number, 0 (off) or above
         zero 3 => zero_optimization is 3; expected an object {..}, true or false
-        zero {"stage": 4} => zero_optimization.stage is 4; expected 0, 1, 2 or 3
-        zero {"stage": -1} => zero_optimization.stage is -1; expected 0, 1, 2 or 3
-        zero {"stage": 1.5} => zero_optimization.stage is 1.5; expected 0, 1, 2 or 3
-        zero {"stage": "3"} => zero_optimization.stage is "3"; expected 0, 1, 2 or 3
+        zero {"stage": 4} => zero_optimization.stage is 4; expected 0, 1, 2, 3 or "auto"
+        zero {"stage": -1} => zero_optimization.stage is -1; expected 0, 1, 2, 3 or "auto"
+        zero {"stage": 1.5} => zero_optimization.stage is 1.5; expected 0, 1, 2, 3 or "auto"
+        zero {"stage": "3"} => zero_optimization.stage is "3"; expected 0, 1, 2, 3 or "auto"
         zero {"reduce_bucket_size": 5.5} => zero_optimization.reduce_bucket_size is 5.5; expected a whole number, 0 or above
         zero {"overlap_comm": 1} => zero_optimization.overlap_comm is 1; expected true or false
         zero {"round_robin_gradients": 1} => zero_optimization.round_robin_gradients is 1; expected true or false

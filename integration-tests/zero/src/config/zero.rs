@@ -251,11 +251,11 @@ pub(super) fn read(
 
     let default = ZeroOptimization::default();
     let stage = block
-        .number_in("stage", 0.0..=3.0, "0, 1, 2 or 3")?
+        .number_in("stage", 0.0..=3.0, "0, 1, 2, 3 or \"auto\"")?
         .unwrap_or(0.0);
 
     if stage.fract() != 0.0 {
-        let (key, expected) = (block.name("stage"), "0, 1, 2 or 3");
+        let (key, expected) = (block.name("stage"), "0, 1, 2, 3 or \"auto\"");
         return Err(ConfigFileError::WrongType {
             key,
             expected,

@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use crate::error::CliError;
-use crate::flags::{DTypeFlag, parse_gpu_memory, parse_params, parse_whole};
+use crate::flags::{DTypeFlag, model_help, parse_gpu_memory, parse_params, parse_whole};
 use crate::output::{print_note, print_text};
 use crate::settings::args::{MeshArgs, OffloadArgs};
 pub(crate) use advice::recommended;
@@ -43,8 +43,8 @@ pub enum Architecture {
 #[command(group(clap::ArgGroup::new("what").required(true).multiple(true)
     .args(["model", "params", "layers", "calibrate"])))]
 pub struct PlanArgs {
-    /// A preset (nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b) or a Hugging Face folder
-    #[arg(long, value_name = "PRESET|HF_DIR")]
+    /// The model.
+    #[arg(long, value_name = "PRESET|HF_DIR", help = model_help("or a Hugging Face folder"))]
     pub model: Option<String>,
     /// Number of parameters, such as 7.5e9 or 7.5B, of a transformer of typical shape
     #[arg(long, value_name = "COUNT", value_parser = parse_params)]

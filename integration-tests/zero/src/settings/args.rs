@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 use zero_trainer::Home;
 
 use super::stage_choice::{StageChoice, parse_stage};
-use crate::flags::{DTypeFlag, parse_bytes, parse_whole};
+use crate::flags::{DTypeFlag, model_help, parse_bytes, parse_whole};
 
-/// Train a GPT-2 with ZeRO
+/// Train a GPT-2, Llama, Mistral or Qwen with ZeRO
 #[derive(Args, Clone, Debug, Default)]
 pub struct TrainArgs {
     /// A DeepSpeed configuration file; flags override it
@@ -20,9 +20,9 @@ pub struct TrainArgs {
     /// [default: the texts in the current folder without hidden, git-ignored, built and large files]
     #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
     pub data: Option<PathBuf>,
-    /// nano, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, a Hugging Face GPT-2 folder, or a folder
-    /// of checkpoints (its weights only) [default: nano]
-    #[arg(long, value_name = "PRESET|DIR")]
+    /// The model.
+    #[arg(long, value_name = "PRESET|DIR", help = model_help("a Hugging Face folder (GPT-2, Llama, \
+        Mistral, Qwen 2 or 3), or a folder of checkpoints (its weights only) [default: nano]"))]
     pub model: Option<String>,
     /// Ranks of the data-parallel group [default: 4; on CUDA one per GPU]
     #[arg(long, value_name = "N", value_parser = parse_whole::<usize>)]
@@ -81,7 +81,8 @@ pub struct TrainArgs {
     /// for GPTs; a group of param_groups in --config may have its own [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub no_decay_1d: Option<bool>,
-    /// Clip the gradient to this norm; 0 disables clipping [default: 0]
+    /// Clip the gradient to this norm; 0 disables clipping [default: 0; 1 for a --config without
+    /// gradient_clipping, as DeepSpeed's]
     #[arg(long, value_name = "X")]
     pub clip: Option<f64>,
     /// Steps of learning-rate warmup [default: 0]

@@ -125,7 +125,7 @@ impl<'a> RunSources<'a> {
             (None, None) => from.value(&STAGE),
         };
         ZeroStage::from_number(stage)
-            .ok_or_else(|| CliError::Usage(format!("--stage {stage}: expected 0, 1, 2 or 3")))
+            .ok_or_else(|| CliError::Usage(format!("--stage {stage}: expected 0, 1, 2, 3 or auto")))
     }
 
     /// The type of parameters of the run that is resumed.

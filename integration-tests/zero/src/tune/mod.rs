@@ -21,7 +21,7 @@ use parse_size::Config;
 use serde::Serialize;
 
 use crate::error::CliError;
-use crate::flags::{DTypeFlag, parse_tokens, parse_whole};
+use crate::flags::{DTypeFlag, model_help, parse_tokens, parse_whole};
 use crate::output::print_text;
 use crate::plan::{Machines, PlanArgs};
 pub use args::TrialArgs;
@@ -35,8 +35,8 @@ const BEST: usize = 5;
 /// Find the fastest configurations of a training run that fit, and measure them with --data
 #[derive(Args, Clone, Debug, Default)]
 pub struct TuneArgs {
-    /// A preset (gpt2-1.5b, llama3-8b, ...) or a Hugging Face folder
-    #[arg(long, value_name = "PRESET|HF_DIR")]
+    /// The model.
+    #[arg(long, value_name = "PRESET|HF_DIR", help = model_help("or a Hugging Face folder"))]
     pub model: String,
     /// GPUs and nodes, as of zero plan: h100-80g:8x64, or a file of zero measure
     /// [default with --data: this machine]

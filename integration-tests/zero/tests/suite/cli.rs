@@ -60,6 +60,25 @@ fn preset_is_suggested() {
     }
 }
 
+/// All presets are in the help of each flag that takes one, and on the program's page.
+#[test]
+fn presets_are_in_help_and_page() {
+    let dir = temp();
+    let helps = [
+        vec!["train", "--help"],
+        vec!["plan", "--help"],
+        vec!["tune", "--help"],
+        vec!["data", "inspect", "--help"],
+    ];
+    let helps = helps.map(|args| succeeds(&zero(dir.path(), &args)));
+    let page = include_str!("../../README.md").to_owned();
+    for text in helps.into_iter().chain([page]) {
+        // Lines are broken anywhere in the list.
+        let text: String = text.split_whitespace().collect();
+        assert!(text.contains(&zero_models::PRESETS.join(",")), "{text}");
+    }
+}
+
 #[test]
 fn metrics_have_stable_keys() {
     let dir = temp();

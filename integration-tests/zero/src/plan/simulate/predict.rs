@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_simulator::{
     Efficiencies, Errors, Fit, Row, RowsError, SimulatedRow, Table, calibration_rows, errors_table,
-    fit,
+    fit_weighted, row_weights,
 };
 
 use super::{Calibration, SimulateArgs};
@@ -16,7 +16,7 @@ use crate::output::print_text;
 /// The rows of a calibration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Rows {
-    /// All measured rows
+    /// All measured rows, of which each number of GPUs counts alike
     #[default]
     All,
     /// At most eight, by a rule that does not look at their times
@@ -70,15 +70,20 @@ fn check_one_group(path: &Path, rows: &[Row]) -> Result<(), CliError> {
     }
 }
 
-fn fit_to(rows: &[SimulatedRow], used: &[usize]) -> Result<Fit, CliError> {
+fn fit_to(rows: &[SimulatedRow], used: &[usize], by: Rows) -> Result<Fit, CliError> {
     let measured: Vec<f64> = used
         .iter()
         .filter_map(|&row| rows[row].row.measured)
         .collect();
-    fit(&Efficiencies::PRIOR, &measured, |efficiencies, index| {
-        rows[used[index]].speed(efficiencies)
-    })
-    .map_err(CliError::usage)
+    let weights = match by {
+        Rows::All => {
+            let rows: Vec<Row> = used.iter().map(|&row| rows[row].row.clone()).collect();
+            row_weights(&rows)
+        }
+        Rows::Rule => vec![1.0; used.len()],
+    };
+    let predict = |efficiencies: &Efficiencies, index: usize| rows[used[index]].speed(efficiencies);
+    fit_weighted(&Efficiencies::PRIOR, &measured, &weights, predict).map_err(CliError::usage)
 }
 
 /// Whether two rows are of the same configuration and measurement.
@@ -113,7 +118,7 @@ pub(super) fn run(args: &SimulateArgs) -> Result<(), CliError> {
     check_one_group(calibrate, &known.rows)?;
     let simulated = all(&known.rows)?;
     let used = used(&known.rows, args.rows)?;
-    let fitted = fit_to(&simulated, &used)?;
+    let fitted = fit_to(&simulated, &used, args.rows)?;
     if let Some(path) = &args.save_efficiencies {
         let first = &known.rows[0];
         let calibration = Calibration {
