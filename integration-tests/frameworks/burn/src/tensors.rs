@@ -321,7 +321,14 @@ pub(crate) fn hand_over(step: &mut Step<'_, HostDevice>, gradients: Named) -> Re
         // in one place until it is dropped, since nothing writes to it.
         let slice = unsafe { AnySlice::from_raw_parts(at, elems, dtype, DeviceId::HOST) };
         // SAFETY: burn's writers have ended, and `bytes` is the owner, whose only user is the step.
-        unsafe { step.grad_slice(&name, slice, bytes) }?;
+        let taken = unsafe { step.grad_slice(&name, slice, bytes) };
+        taken.map_err(|error| match error.cause() {
+            FrameworkError::Twice { name } => setting(format!(
+                "{name} has a gradient of an earlier backward of this micro-batch, which failed; \
+                 after an error or a panic of backward the step cannot go on"
+            )),
+            _ => error,
+        })?;
     }
     Ok(())
 }

@@ -155,6 +155,33 @@ fn kept_parameter_of_a_block_is_not_written() {
     }
 }
 
+/// The run's own error would name a method that this crate does not have.
+#[test]
+fn backward_after_a_failed_one_is_named() {
+    let errors = errors(|comm, place| {
+        let chain = Model::new(1).into_blocks();
+        let mut run = ZeroBurn::chain(chain, builder(comm, ZeroStage::Three)?)?;
+        let batch = Batch::of_rank(0, place);
+        let mut step = run.begin()?;
+        let calls = RefCell::new(0);
+        let mut backward = || {
+            step.backward_chain(
+                |first| first.forward(batch.input()),
+                |layer, hidden| {
+                    // The second call is in backward, when the last block has passed gradients on.
+                    *calls.borrow_mut() += 1;
+                    assert!(*calls.borrow() != 2, "on purpose");
+                    layer.forward(hidden, None, None)
+                },
+                |last, hidden| last.forward(hidden).mean(),
+            )
+        };
+        catch_unwind(AssertUnwindSafe(&mut backward)).expect_err("a panic");
+        backward()
+    });
+    assert_all_contain(&errors, &["last.weight", "an earlier backward"]);
+}
+
 /// Safe code can exchange the runs below two models.
 #[test]
 fn run_of_another_model_is_refused() {
