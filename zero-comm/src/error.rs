@@ -42,7 +42,7 @@ pub enum CommError {
         /// The number of collectives that the rank had reached.
         done: u64,
     },
-    /// A rank dropped its communicator or ended.
+    /// A rank dropped its communicator.
     #[error("collective {sequence}, {call}: rank {rank} left after {done} collectives")]
     Left {
         /// The number of the call, from 0.
@@ -52,6 +52,17 @@ pub enum CommError {
         rank: usize,
         /// The number of collectives that the rank had called.
         done: u64,
+    },
+    /// A rank's process or its connection ended.
+    #[error("collective {sequence}, {call}: rank {rank} was lost: {message}")]
+    Lost {
+        /// The number of the call, from 0.
+        sequence: u64,
+        call: Box<Call>,
+        /// The rank that was lost.
+        rank: usize,
+        /// How the loss was noticed.
+        message: String,
     },
     /// A rank's stream failed before it ran a collective.
     #[error(
@@ -88,6 +99,23 @@ pub enum CommError {
         /// The rank at fault.
         rank: usize,
         message: String,
+    },
+    /// A rank did not reach the collective within the limit, or what it sends does not arrive at
+    /// another one: over MPI the two look alike.
+    #[serde(skip)]
+    #[error(
+        "collective {sequence}, {call}: rank {rank} did not reach it within {limit:?}, or the link between it and rank \
+         {waits}, which waits for it, is cut"
+    )]
+    Silent {
+        /// The number of the call, from 0.
+        sequence: u64,
+        call: Box<Call>,
+        /// The rank that was waited for.
+        rank: usize,
+        /// The rank that waited for it.
+        waits: usize,
+        limit: Duration,
     },
     /// A call that was checked for another communicator.
     #[error(

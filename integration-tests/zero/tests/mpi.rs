@@ -6,6 +6,8 @@
 
 #[path = "mpi/agreement.rs"]
 mod agreement;
+#[path = "mpi/alone.rs"]
+mod alone;
 #[path = "common/place.rs"]
 mod place;
 

@@ -249,19 +249,16 @@ impl Operation {
                     done,
                 },
             ),
-            Interrupt::Late(peer) => {
-                let rank = index(peer);
-                let limit = self.world.limit;
-                // The collectives of a communicator are in order, so the late rank had reached all
-                // before.
+            Interrupt::Late(silent) => {
+                let rank = index(silent.rank);
                 self.fail(
                     rank,
-                    CommError::Stalled {
+                    CommError::Silent {
                         sequence,
                         call,
                         rank,
-                        limit,
-                        done: sequence,
+                        waits: index(silent.waits),
+                        limit: self.world.limit,
                     },
                 )
             }

@@ -43,8 +43,16 @@ pub(super) enum Interrupt {
     Broken(usize, MpiError),
     /// This rank dropped the communicator after this number of collectives.
     Left(usize, u64),
-    /// This rank is late.
-    Late(usize),
+    /// This rank is late, or what it sends does not arrive.
+    Late(Silent),
+}
+
+/// A rank of which another one has waited for data until the limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Silent {
+    pub(super) rank: usize,
+    /// The rank that waits for it.
+    pub(super) waits: usize,
 }
 
 impl World {
@@ -124,7 +132,8 @@ impl World {
     ///
     /// The rank that this one waits for may itself wait for another. To find the late rank, a
     /// waiting rank notifies all others before the limit, and every waiting rank that receives such
-    /// a notice does the same; the rank that sends none is late.
+    /// a notice does the same, again when it waits for another rank; the rank that sends none is
+    /// late, or its link is cut.
     pub(super) fn wait(
         &self,
         requests: &mut [Request],
@@ -133,7 +142,7 @@ impl World {
     ) -> Result<(), Interrupt> {
         let mut time = TimeLimit::new(self.limit);
         let notify_after = self.limit - (self.limit / 4).min(NOTIFY_BEFORE);
-        let mut notified = false;
+        let mut notified = None;
         let mut pause = Pause::default();
 
         loop {
@@ -158,8 +167,9 @@ impl World {
                 return Err(Interrupt::Left(peer, done));
             }
             let waited = time.elapsed();
-            if !notified && (waited >= notify_after || self.waits.lock().any(context)) {
-                notified = true;
+            if notified != Some(peer) && (waited >= notify_after || self.waits.lock().any(context))
+            {
+                notified = Some(peer);
                 self.notify_all(&Notice::Waits {
                     context,
                     sequence,
@@ -167,8 +177,12 @@ impl World {
                 });
             }
             if waited >= self.limit {
+                let own = Silent {
+                    rank: peer,
+                    waits: self.raw.rank,
+                };
                 return Err(Interrupt::Late(
-                    self.waits.lock().late(context, sequence, peer),
+                    self.waits.lock().late(context, sequence, own),
                 ));
             }
             pause.sleep(progress);
@@ -240,17 +254,24 @@ impl Waits {
         self.0.keys().any(|&(c, _)| c == context)
     }
 
-    /// The late rank if this one waits for `peer`: the end of the chain of waiting ranks, or `peer`
-    /// if the chain is a cycle.
-    fn late(&self, context: u32, sequence: u64, peer: usize) -> usize {
-        let mut last = peer;
+    /// The late rank and the one that waits for it, if this rank waits as `own` says: the end of
+    /// the chain of waiting ranks, or `own` if the chain is a cycle.
+    fn late(&self, context: u32, sequence: u64, own: Silent) -> Silent {
+        let mut last = own;
         for _ in 0..=self.0.len() {
-            match self.0.get(&(context, last)) {
-                Some(&(theirs, next)) if theirs <= sequence => last = next,
+            match self.0.get(&(context, last.rank)) {
+                // This rank waits, and its own notice is not among those of others.
+                Some(&(_, next)) if next == own.waits => return own,
+                Some(&(theirs, next)) if theirs <= sequence => {
+                    last = Silent {
+                        rank: next,
+                        waits: last.rank,
+                    };
+                }
                 _ => return last,
             }
         }
-        peer
+        own
     }
 }
 
@@ -273,28 +294,58 @@ impl Pause {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
     fn late_rank_is_the_end_of_the_chain() {
         let mut waits = Waits::default();
-        assert_eq!(waits.late(0, 5, 1), 1);
+        // This rank is 0.
+        let own = Silent { rank: 1, waits: 0 };
+        let late = |waits: &Waits, sequence| waits.late(0, sequence, own);
+        assert_eq!(late(&waits, 5), own);
         // 1 waits for 2, 2 for 3, and 3 for nobody.
         waits.insert(0, 1, 5, 2);
         waits.insert(0, 2, 4, 3);
-        assert_eq!(waits.late(0, 5, 1), 3);
+        let third = Silent { rank: 3, waits: 2 };
+        assert_eq!(late(&waits, 5), third);
         // Other communicators and later collectives do not count.
         waits.insert(1, 3, 5, 4);
-        assert_eq!(waits.late(0, 5, 1), 3);
+        assert_eq!(late(&waits, 5), third);
         waits.insert(0, 3, 6, 4);
-        assert_eq!(waits.late(0, 5, 1), 3);
-        // In a cycle, the next rank is named.
+        assert_eq!(late(&waits, 5), third);
+        // In a cycle without this rank or with it, it names the rank that it waits for itself.
         waits.insert(0, 3, 5, 1);
-        assert_eq!(waits.late(0, 5, 1), 1);
+        assert_eq!(late(&waits, 5), own);
+        waits.insert(0, 3, 5, 0);
+        assert_eq!(late(&waits, 5), own);
+        waits.insert(0, 1, 5, 0);
+        assert_eq!(late(&waits, 5), own);
         assert!(waits.any(0) && waits.any(1) && !waits.any(2));
         // The end of a collective removes its entries.
         waits.done(0, 5);
-        assert_eq!(waits.late(0, 6, 1), 1);
+        assert_eq!(late(&waits, 6), own);
         assert!(!waits.any(0) && waits.any(1));
+    }
+
+    proptest! {
+        /// Whatever ranks wait for, none names itself.
+        #[test]
+        fn no_rank_names_itself(peers in prop::collection::vec(0_usize..6, 6), missing in 0_usize..6) {
+            for own in 0..6 {
+                let mut waits = Waits::default();
+                let others = peers.iter().enumerate().filter(|(rank, peer)| rank != *peer);
+                for (rank, peer) in others.filter(|(rank, _)| *rank != own && *rank != missing) {
+                    waits.insert(0, rank, 1, *peer);
+                }
+                if peers[own] == own {
+                    continue;
+                }
+                let late = waits.late(0, 1, Silent { rank: peers[own], waits: own });
+                prop_assert_ne!(late.rank, own);
+                prop_assert_eq!(peers[late.waits], late.rank);
+            }
+        }
     }
 }

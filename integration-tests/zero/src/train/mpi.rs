@@ -1,10 +1,19 @@
 //! One process per rank, under `mpirun` (cargo feature `mpi`).
 
+#[cfg(feature = "mpi")]
+use std::sync::mpsc::{self, RecvTimeoutError};
+#[cfg(feature = "mpi")]
+use std::time::{Duration, Instant};
+
 use zero_comm::nccl::{Launcher, Ranks};
 
 use super::launched::mpi_ranks;
+#[cfg(feature = "mpi")]
+use super::launched::{OPEN_MPI_LIMIT, is_under_open_mpi, launched_rank};
 use super::resume::Resumed;
 use crate::error::CliError;
+#[cfg(feature = "mpi")]
+use crate::output::print_note;
 use crate::settings::args::{CommChoice, TrainArgs};
 
 /// Whether this process trains as a rank of an MPI world.
@@ -84,6 +93,52 @@ pub(crate) fn run(_args: &TrainArgs, _resumed: Option<&Resumed>) -> Result<(), C
     Err(not_built())
 }
 
+/// Time until the first note that a rank waits for the others to start, and between two of them.
+#[cfg(feature = "mpi")]
+const FIRST_NOTE: Duration = Duration::from_secs(10);
+#[cfg(feature = "mpi")]
+const NEXT_NOTE: Duration = Duration::from_secs(60);
+
+/// Calls `call`, which waits in MPI until all ranks have called it, however long that takes, and
+/// prints notes meanwhile. Of the ranks the first two print, since one of them may be missing.
+#[cfg(feature = "mpi")]
+fn waiting<T>(name: &str, first: Duration, call: impl FnOnce() -> T) -> T {
+    let rank = launched_rank();
+    if rank.is_some_and(|rank| rank > 1) {
+        return call();
+    }
+    let rank = rank.map_or_else(|| "this rank".to_owned(), |rank| format!("rank {rank}"));
+    let begun = Instant::now();
+    let (ended, has_ended) = mpsc::channel::<()>();
+
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut next = first;
+            while has_ended.recv_timeout(next) == Err(RecvTimeoutError::Timeout) {
+                let seconds = begun.elapsed().as_secs_f64();
+                print_note(format_args!(
+                    "{rank} waits in {name} for the other ranks since {seconds:.1} s: all of them must start `zero train`"
+                ));
+                next = NEXT_NOTE;
+            }
+        });
+        let result = call();
+        drop(ended);
+        result
+    })
+}
+
+/// What Open MPI does with a signal to mpirun, unless a setting gives the ranks more time.
+#[cfg(feature = "mpi")]
+fn open_mpi_notice() -> Option<String> {
+    (is_under_open_mpi() && std::env::var_os(OPEN_MPI_LIMIT).is_none()).then(|| {
+        "after Ctrl-C or SIGTERM mpirun kills the ranks within 1 s, also while they save: to end this run with a save, send \
+         SIGUSR1 to mpirun (kill -USR1 PID), or start it with --mca odls_base_sigkill_timeout SECONDS, longer than a step \
+         and a save"
+            .to_owned()
+    })
+}
+
 /// Checks that `--ranks` is the number of processes that `mpirun` started.
 #[cfg(feature = "mpi")]
 fn check_ranks(args: &TrainArgs, started: usize) -> Result<(), CliError> {
@@ -98,8 +153,6 @@ fn check_ranks(args: &TrainArgs, started: usize) -> Result<(), CliError> {
 /// Trains as one rank; rank 0 prints.
 #[cfg(feature = "mpi")]
 pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), CliError> {
-    use std::time::Duration;
-
     use zero_alloc::host::HostDevice;
     use zero_comm::mpi::MpiWorld;
     use zero_comm::{CommOptions, Communicator};
@@ -112,8 +165,12 @@ pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     use crate::memory;
     use zero_trainer::run_as_rank;
 
-    let world = MpiWorld::init(CommOptions::default().limit(Duration::from_secs(args.time_limit)))
-        .map_err(CliError::failure)?;
+    let limit = Duration::from_secs(args.time_limit);
+    let first = FIRST_NOTE.min(limit / 2);
+    let world = waiting("MPI_Init", first, || {
+        MpiWorld::init(CommOptions::default().limit(limit))
+    })
+    .map_err(CliError::failure)?;
     let comm = world.comm();
     let (rank, ranks) = (comm.rank(), comm.world_size());
     let start = StartExchange::new(&*comm, HostDevice::new(), args.time_limit)?;
@@ -134,8 +191,9 @@ pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     let mut setup = RunSetup::agree(setup, &start)?;
     drop(start);
 
+    setup.notices.extend(open_mpi_notice());
     let signals = Signals::handle()?;
-    setup.options.cancel = signals.received.clone();
+    signals.end(&mut setup.options);
     let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
     observed(&setup, &signals, rank == 0, |observe| {
         let summary = run_as_rank(comm, workload.threads, settings, workload, options, observe);
