@@ -109,7 +109,7 @@ impl Line {
             } => Ok(Self::Messages {
                 messages: conversation(&messages, "messages")?,
                 given: 0,
-                tools,
+                tools: tools_list(tools)?,
             }),
             Keys {
                 prompt: Some(prompt),
@@ -157,7 +157,7 @@ impl Line {
         Ok(Self::Messages {
             messages,
             given,
-            tools,
+            tools: tools_list(tools)?,
         })
     }
 
@@ -196,7 +196,41 @@ fn conversation(value: &Value, key: &str) -> Result<Vec<Value>, String> {
             ));
         }
     }
-    Ok(messages)
+    Ok(messages.into_iter().map(without_nulls).collect())
+}
+
+/// The list of tools: JSON as text is parsed, as TRL does.
+fn tools_list(tools: Option<Value>) -> Result<Option<Value>, String> {
+    let parsed = match tools.as_ref().and_then(Value::as_str) {
+        None => tools,
+        Some(text) => serde_json::from_str(text)
+            .map_err(|error| format!("`tools` is a string, which is not JSON: {error}"))?,
+    };
+    match parsed.as_ref().map(Value::kind) {
+        None | Some(ValueKind::Seq) => Ok(parsed),
+        Some(ValueKind::None) => Ok(None),
+        Some(kind) => Err(format!("`tools` is {kind}, and must be a list of tools")),
+    }
+}
+
+/// A message without its keys that are null, as transformers renders it.
+fn without_nulls(message: Value) -> Value {
+    let Ok(keys) = message.try_iter() else {
+        return message;
+    };
+    let fields: Vec<(Value, Value)> = keys
+        .filter_map(|key| {
+            let value = message.get_item(&key).ok()?;
+            Some((key, value))
+        })
+        .collect();
+    match fields.iter().any(|(_, value)| value.is_none()) {
+        false => message,
+        true => fields
+            .into_iter()
+            .filter(|(_, value)| !value.is_none())
+            .collect(),
+    }
 }
 
 /// The role of a message.

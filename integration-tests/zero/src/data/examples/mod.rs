@@ -14,6 +14,7 @@ mod epochs;
 mod line;
 #[cfg(feature = "parquet")]
 mod parquet;
+mod python;
 mod renderer;
 mod rows;
 mod source;

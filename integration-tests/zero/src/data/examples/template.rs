@@ -1,8 +1,8 @@
 //! The chat template of a model's folder.
 //!
 //! A template is a Jinja program. minijinja runs it with the functions that transformers gives it:
-//! `raise_exception`, `strftime_now`, `tojson` as Python writes JSON, Python's methods of strings
-//! and dictionaries, and the special tokens.
+//! `raise_exception`, `strftime_now`, Python's methods of strings and dictionaries, and the special
+//! tokens; values are printed as [`python`] does.
 //!
 //! Some templates mark the assistant's text by `{% generation %}` blocks. These become marks in the
 //! rendered text, which are then removed.
@@ -12,15 +12,14 @@ use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use minijinja::value::{Kwargs, Value};
+use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, context};
 use serde::{Deserialize, Serialize};
-use serde_json::ser::{Formatter, PrettyFormatter};
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_models::hf::companions::read_json;
 
 use super::line::is_assistant;
-use super::renderer;
+use super::{python, renderer};
 use crate::data::DataError;
 
 /// Marks of the begin and the end of a generation block: characters that no text has.
@@ -316,7 +315,6 @@ fn environment(now: i64) -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_trim_blocks(true);
     environment.set_lstrip_blocks(true);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     environment.add_function(
         "raise_exception",
@@ -325,7 +323,7 @@ fn environment(now: i64) -> Environment<'static> {
         },
     );
     environment.add_function("strftime_now", move |format: &str| strftime(now, format));
-    environment.add_filter("tojson", to_json);
+    python::add_to(&mut environment);
     environment
 }
 
@@ -335,67 +333,6 @@ fn strftime(now: i64, format: &str) -> Result<String, Error> {
     let time = jiff::Timestamp::from_second(now).map_err(failed)?;
     let time = time.to_zoned(jiff::tz::TimeZone::UTC);
     jiff::fmt::strtime::format(format, &time).map_err(failed)
-}
-
-/// The value as Python's `json.dumps` writes it, which does not escape for HTML.
-fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    // Python's other options have no counterpart here.
-    let _: Option<Value> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-
-    let mut out = Vec::new();
-    let written = match indent {
-        Some(width) => {
-            let spaces = " ".repeat(width);
-            let formatter = PrettyFormatter::with_indent(spaces.as_bytes());
-            value.serialize(&mut serde_json::Serializer::with_formatter(
-                &mut out, formatter,
-            ))
-        }
-        None => value.serialize(&mut serde_json::Serializer::with_formatter(
-            &mut out,
-            PythonFormatter,
-        )),
-    };
-    written.map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))?;
-    String::from_utf8(out).map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))
-}
-
-/// JSON in one line with spaces behind commas and colons.
-struct PythonFormatter;
-
-impl Formatter for PythonFormatter {
-    fn begin_array_value<W: ?Sized + std::io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        if first {
-            Ok(())
-        } else {
-            writer.write_all(b", ")
-        }
-    }
-
-    fn begin_object_key<W: ?Sized + std::io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        if first {
-            Ok(())
-        } else {
-            writer.write_all(b", ")
-        }
-    }
-
-    fn begin_object_value<W: ?Sized + std::io::Write>(
-        &mut self,
-        writer: &mut W,
-    ) -> std::io::Result<()> {
-        writer.write_all(b": ")
-    }
 }
 
 /// An error of a template in one line.
