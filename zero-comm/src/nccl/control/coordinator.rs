@@ -249,13 +249,38 @@ struct Pending {
 enum Cause {
     /// One of the calls differs from the first rank's.
     Difference,
-    /// `rank` left or was lost after `done` calls, before the requested call; `message` describes
-    /// it.
-    Left {
-        rank: usize,
-        done: u64,
-        message: String,
-    },
+    /// `rank` ended its part of the communicator or was lost, before the requested call.
+    Gone { rank: usize, how: Gone },
+}
+
+/// How a rank went that others wait for.
+#[derive(Debug)]
+enum Gone {
+    /// It dropped the communicator after this many calls.
+    Left { done: u64 },
+    /// Its process or its connection ended, as this describes.
+    Lost(String),
+}
+
+impl Gone {
+    /// The error of a collective that `rank` did not call.
+    fn error(&self, rank: usize, sequence: u64, call: Call) -> CommError {
+        let call = Box::new(call);
+        match self {
+            Self::Left { done } => CommError::Left {
+                sequence,
+                call,
+                rank,
+                done: *done,
+            },
+            Self::Lost(message) => CommError::Lost {
+                sequence,
+                call,
+                rank,
+                message: message.clone(),
+            },
+        }
+    }
 }
 
 /// The state of a world.
@@ -412,7 +437,15 @@ impl Coordinator {
                     message,
                 }
             }
-            Cause::Left { rank, message, .. } => CommError::Peer { rank, message },
+            Cause::Gone { rank, how } => {
+                let message = match how {
+                    Gone::Lost(message) => message,
+                    Gone::Left { done } => format!(
+                        "left communicator {context} after {done} collectives, before those of other ranks"
+                    ),
+                };
+                CommError::Peer { rank, message }
+            }
         };
 
         self.fail(error)
@@ -590,12 +623,7 @@ impl Coordinator {
         for call in calls {
             let sequence = pending.calls.start;
             let error = match &pending.cause {
-                &Cause::Left { rank, done, .. } => CommError::Left {
-                    sequence,
-                    call: Box::new(call),
-                    rank,
-                    done,
-                },
+                Cause::Gone { rank, how } => how.error(*rank, sequence, call),
                 Cause::Difference => {
                     pending.calls.start += 1;
                     match group.calls.get(sequence) {
@@ -675,46 +703,31 @@ impl Coordinator {
     /// Ends the world because a member dropped the communicator before collective `done`, which
     /// others called.
     fn left_early(&mut self, context: Context, index: usize, done: u64) -> Vec<Outgoing> {
-        let Some(group) = self.groups.get(&context) else {
-            return Vec::new();
-        };
-        let message = format!(
-            "left communicator {context} after {done} collectives, before those of other ranks"
-        );
-        let left = Cause::Left {
-            rank: group.ranks[index],
-            done,
-            message,
-        };
-        self.fail_left(context, index, done, left)
+        let left = Gone::Left { done };
+        self.fail_gone(context, index, done, left)
             .unwrap_or_default()
     }
 
-    /// Ends the world with [`CommError::Left`] for `index`. `None` if no rank can report the call.
-    fn fail_left(
+    /// Ends the world because of the member `index` of a communicator. `None` if no rank can report
+    /// the call.
+    fn fail_gone(
         &mut self,
         context: Context,
         index: usize,
         sequence: u64,
-        cause: Cause,
+        how: Gone,
     ) -> Option<Vec<Outgoing>> {
         let group = self.groups.get(&context)?;
-        let &Cause::Left { rank, done, .. } = &cause else {
-            return None;
-        };
+        let rank = group.ranks[index];
         if let Some(call) = group.calls.get(sequence) {
-            let call = Box::new(call.clone());
-            return Some(self.fail(CommError::Left {
-                sequence,
-                call,
-                rank,
-                done,
-            }));
+            let error = how.error(rank, sequence, call.clone());
+            return Some(self.fail(error));
         }
         let can_answer = |&i: &usize| {
             i != index && group.members[i].called > sequence && !self.gone[group.ranks[i]]
         };
         let asked = group.ranks[(0..group.members.len()).find(can_answer)?];
+        let cause = Cause::Gone { rank, how };
         Some(self.ask(asked, context, sequence..sequence + 1, cause))
     }
 
@@ -857,14 +870,9 @@ impl Coordinator {
                 continue;
             };
             let sequence = group.members[index].ended;
-            let done = group.members[index].called;
             if group.members[index].left.is_none() && group.most_called > sequence {
-                let left = Cause::Left {
-                    rank,
-                    done,
-                    message: cause.clone(),
-                };
-                if let Some(outgoing) = self.fail_left(context, index, sequence, left) {
+                let lost = Gone::Lost(cause.clone());
+                if let Some(outgoing) = self.fail_gone(context, index, sequence, lost) {
                     return outgoing;
                 }
             }

@@ -119,7 +119,7 @@ const MAX_TEXT_BYTES: usize = 4 << 10;
 
 /// A failure of limited size. Of a larger one it keeps the rank and the beginning of the text.
 pub(crate) fn bounded(error: CommError) -> CommError {
-    use CommError::{Aborted, Left, Mismatch, Panicked, Peer, Skipped, Stalled};
+    use CommError::{Aborted, Left, Lost, Mismatch, Panicked, Peer, Skipped, Stalled};
     let text = |mut text: String| {
         shorten(&mut text, MAX_TEXT_BYTES);
         text
@@ -141,6 +141,7 @@ pub(crate) fn bounded(error: CommError) -> CommError {
         Mismatch { rank, .. }
         | Stalled { rank, .. }
         | Left { rank, .. }
+        | Lost { rank, .. }
         | Skipped { rank, .. }
         | Panicked { rank, .. } => Peer {
             rank,
@@ -212,7 +213,7 @@ mod tests {
             any::<Duration>(),
         );
 
-        (0..7, fields, calls()).prop_map(
+        (0..8, fields, calls()).prop_map(
             |(kind, (sequence, call, rank, done, text, limit), other)| {
                 let call = Box::new(call);
                 let other_call = Box::new(other);
@@ -249,6 +250,12 @@ mod tests {
                         rank,
                     },
                     5 => CommError::Aborted { rank, reason: text },
+                    6 => CommError::Lost {
+                        sequence,
+                        call,
+                        rank,
+                        message: text,
+                    },
                     _ => CommError::Peer {
                         rank,
                         message: text,

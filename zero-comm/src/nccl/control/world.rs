@@ -292,11 +292,12 @@ impl World {
 
     /// Ends the world with `error`, or with the failure that came first, which is returned.
     pub(crate) fn fail(&self, error: CommError) -> CommError {
-        use CommError::{Aborted, Left, Mismatch, Panicked, Peer, Skipped, Stalled};
+        use CommError::{Aborted, Left, Lost, Mismatch, Panicked, Peer, Skipped, Stalled};
         let error = match error {
             Mismatch { .. }
             | Stalled { .. }
             | Left { .. }
+            | Lost { .. }
             | Skipped { .. }
             | Panicked { .. }
             | Aborted { .. } => error,

@@ -218,21 +218,19 @@ fn late_collective_names_the_late_rank() {
 
 #[test]
 fn lost_rank_is_named_with_its_collective() {
-    let left = |done| {
-        failed(CommError::Left {
-            sequence: 0,
-            call: Box::new(broadcast(8)),
-            rank: 1,
-            done,
-        })
-    };
-    for (ranks, done) in [(vec![0], 0), (vec![0, 1], 1), (vec![2], 0), (vec![2, 1], 1)] {
+    let lost = failed(CommError::Lost {
+        sequence: 0,
+        call: Box::new(broadcast(8)),
+        rank: 1,
+        message: "gone".to_owned(),
+    });
+    for ranks in [vec![0], vec![0, 1], vec![2], vec![2, 1]] {
         let mut world = World::new(3);
         for rank in ranks {
             assert_eq!(world.call(rank, broadcast(8)), []);
         }
         let outgoing = world.coordinator.lost(1, "gone".to_owned());
-        assert_eq!(world.deliver(outgoing), left(done));
+        assert_eq!(world.deliver(outgoing), lost);
         assert!(world.coordinator.lost(0, "gone".to_owned()).is_empty());
     }
     let message = "gone".to_owned();
@@ -681,11 +679,11 @@ fn call_that_is_agreed_but_not_ended_is_named() {
     let call = Box::new(broadcast(8));
     assert_eq!(
         world.deliver(outgoing),
-        failed(CommError::Left {
+        failed(CommError::Lost {
             sequence: 2,
             call,
             rank: 1,
-            done: 3
+            message: "gone".to_owned()
         })
     );
 }

@@ -287,7 +287,16 @@ impl Simulation {
                 let made = self.made.get(&(*rank, context)).map_or(0, Vec::len) as u64;
                 let left =
                     self.left.contains(&(*rank, context)) && made == *done && done == sequence;
-                caller && (left || self.lost.contains(rank) && *done <= made)
+                caller && left
+            }),
+            CommError::Lost {
+                sequence,
+                call,
+                rank,
+                ..
+            } => contexts().any(|context| {
+                let caller = (0..n).any(|rank| call_of(rank, context, *sequence) == Some(call));
+                caller && self.lost.contains(rank)
             }),
             CommError::Peer { rank, message } if message.contains("differs from") => {
                 // A rank that cannot show its calls any more.
