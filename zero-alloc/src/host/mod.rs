@@ -299,7 +299,8 @@ unsafe impl Device for HostDevice {
     }
 
     fn check_stream(&self, what: &'static str, stream: &HostStream) -> Result<(), DeviceError> {
-        let got = (format_args!("stream {}", stream.name()), stream.execution());
+        let name = format!("stream {}", stream.name());
+        let got = (format_args!("{name}"), stream.execution());
         self.execution()
             .check(what, format_args!("the device"), got)
     }

@@ -21,6 +21,9 @@ pub(super) fn add_to(environment: &mut Environment<'static>) {
     environment.add_filter("tojson", to_json);
     environment.add_filter("string", |value: &Value| text(value));
     environment.add_filter("join", join);
+    environment.add_filter("trim", trim);
+    environment.add_filter("upper", |value: &Value| Ok(text(value)?.to_uppercase()));
+    environment.add_filter("lower", |value: &Value| Ok(text(value)?.to_lowercase()));
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
     environment.add_test("number", |value: &Value| {
@@ -67,6 +70,16 @@ fn join(value: &Value, separator: Option<String>) -> Result<String, Error> {
         .map(|element| text(&element))
         .collect::<Result<_, _>>()?;
     Ok(parts.join(&separator.unwrap_or_default()))
+}
+
+/// `str` of the value without the characters, or white space, at both ends.
+fn trim(value: &Value, characters: Option<String>) -> Result<String, Error> {
+    let text = text(value)?;
+    let trimmed = match characters {
+        Some(characters) => text.trim_matches(|c| characters.contains(c)),
+        None => text.trim(),
+    };
+    Ok(trimmed.to_owned())
 }
 
 /// Python's `str`.
@@ -458,6 +471,9 @@ mod tests {
             ("v", r#"["é中👋"]"#, "['é中👋']"),
             ("v | join('-')", "[1.0, [true], null]", "1.0-[True]-None"),
             ("v | string", "[1e-7]", "[1e-07]"),
+            ("v | trim", r#"[{"a": "b"}]"#, "[{'a': 'b'}]"),
+            ("v | trim('ab')", "\"abcba\"", "c"),
+            ("v | upper", "[null]", "[NONE]"),
             ("v is iterable", "null", "False"),
             ("v is iterable", "\"a\"", "True"),
             ("w is iterable", "1", "True"),
