@@ -299,10 +299,12 @@ unsafe impl Device for HostDevice {
     }
 
     fn check_stream(&self, what: &'static str, stream: &HostStream) -> Result<(), DeviceError> {
-        let name = format!("stream {}", stream.name());
-        let got = (format_args!("{name}"), stream.execution());
-        self.execution()
-            .check(what, format_args!("the device"), got)
+        // One expression: the arguments live as long as it.
+        self.execution().check(
+            what,
+            format_args!("the device"),
+            (format_args!("stream {}", stream.name()), stream.execution()),
+        )
     }
 
     fn create_stream(&self, name: &str) -> Result<HostStream, DeviceError> {
