@@ -44,6 +44,8 @@ pub(super) struct Encoder {
     template: Option<Renderer>,
     /// The token that ends a text or a completion.
     pub(super) end: Option<u32>,
+    /// Whether the tokenizer itself puts it behind each text.
+    ends_texts: bool,
 }
 
 /// The tokens of one example.
@@ -89,8 +91,15 @@ impl Encoder {
         let named = tokenizer
             .as_ref()
             .and_then(|tokenizer| tokenizer.token(named));
+        let end = source.end.or(named).or(configured);
+        // Not of an empty text, where a token before the text is the last.
+        let of_probe = match &tokenizer {
+            Some(tokenizer) => tokenizer.encode_prompt("a")?,
+            None => Vec::new(),
+        };
         Ok(Self {
-            end: source.end.or(named).or(configured),
+            ends_texts: end.is_some() && of_probe.last().copied() == end,
+            end,
             template,
             tokenizer,
         })
@@ -131,8 +140,9 @@ impl Encoder {
     /// prompt has alone is not trained.
     fn completion(&self, prompt: &str, completion: &str) -> Result<Encoded, String> {
         let mut alone = self.tokens(prompt)?;
-        // A tokenizer may end each text.
-        alone.pop_if(|last| Some(*last) == self.end && !prompt.is_empty());
+        if self.ends_texts {
+            alone.pop();
+        }
         let tokens = self.ended(self.tokens(&format!("{prompt}{completion}"))?);
         let given = alone.len().min(tokens.len());
         Ok(Encoded {

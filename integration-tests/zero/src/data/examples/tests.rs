@@ -98,6 +98,60 @@ fn assistant_is_trained() {
     );
 }
 
+/// The end of a prompt is what the tokenizer adds, not what looks like it.
+#[test]
+fn end_token_in_a_prompt_is_given() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.jsonl");
+    fs::write(
+        &path,
+        r#"{"prompt": "Who waits?<|end|>", "completion": " The host."}"#,
+    )
+    .unwrap();
+    let examples = open(&path, source()).unwrap();
+    assert_eq!(all(&examples, 0), "Who waits?<|end|> The host.<|end|>");
+    assert_eq!(trained(&examples, 0), " The host.<|end|>");
+
+    // Tokenizers that put the same token behind each text, or before it.
+    let folder = oracle("tokenizer");
+    let json = fs::read_to_string(folder.join("tokenizer.json")).unwrap();
+    let mut json: Value = serde_json::from_str(&json).unwrap();
+    let added = json["added_tokens"].as_array().unwrap();
+    let end = added
+        .iter()
+        .find(|token| token["content"] == "<|end|>")
+        .unwrap()["id"]
+        .clone();
+    let [text, token] = [
+        serde_json::json!({"Sequence": {"id": "A", "type_id": 0}}),
+        serde_json::json!({"SpecialToken": {"id": "<|end|>", "type_id": 0}}),
+    ];
+    let config = fs::read(folder.join("tokenizer_config.json")).unwrap();
+    for (single, expected) in [
+        (
+            [text.clone(), token.clone()],
+            "Who waits?<|end|> The host.<|end|>",
+        ),
+        ([token, text], "<|end|>Who waits?<|end|> The host.<|end|>"),
+    ] {
+        json["post_processor"] = serde_json::json!({
+            "type": "TemplateProcessing", "single": single, "pair": [],
+            "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [end], "tokens": ["<|end|>"]}},
+        });
+        let folder = dir.path().join("tokenizer");
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("tokenizer.json"), json.to_string()).unwrap();
+        fs::write(folder.join("tokenizer_config.json"), &config).unwrap();
+        let source = EncoderSource {
+            tokenizer: Some(folder),
+            ..EncoderSource::default()
+        };
+        let examples = open(&path, source).unwrap();
+        assert_eq!(all(&examples, 0), expected);
+        assert_eq!(trained(&examples, 0), " The host.<|end|>");
+    }
+}
+
 #[test]
 fn text_is_trained_whole() {
     let dir = tempfile::tempdir().unwrap();
