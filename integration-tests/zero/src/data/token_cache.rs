@@ -3,8 +3,11 @@
 //! A folder has two files for each text and tokenizer, named by a key of their contents:
 //! `KEY.u32.bin` with the tokens, a token file as any other, and `KEY.json`, which describes it. The
 //! description is written last, so that without it there are no tokens. Both are written beside
-//! their names and renamed. Processes of a machine that want the same tokens wait for the first of
-//! them at a lock, `KEY.lock`.
+//! their names, as `KEY` with six random letters and digits and `.part`, and renamed. Processes of a
+//! machine that want the same tokens wait for the first of them at a lock, `KEY.lock`.
+//!
+//! A process that is killed leaves parts, or tokens without a description. Each use of the folder
+//! removes those whose lock no process holds; see [`remove_leftovers`].
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -14,6 +17,7 @@ use bytemuck::cast_slice;
 use crc_fast::{CrcAlgorithm, Digest};
 use indicatif::HumanCount;
 use serde::{Deserialize, Serialize};
+use tempfile::NamedTempFile;
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 
 use super::DataError;
@@ -28,6 +32,11 @@ const FORMAT: u32 = 1;
 
 /// Less text is tokenized at each start, without a bar.
 const MIN_BYTES: u64 = 1 << 20;
+
+/// The digits of a key.
+const KEY_LEN: usize = 16;
+/// The random letters and digits in the name of a part.
+const RANDOM_LEN: usize = 6;
 
 /// What decides the tokens.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -81,6 +90,7 @@ pub(super) fn tokens(
         return job.in_memory(None);
     };
 
+    remove_leftovers(folder, None);
     let entry = Entry::new(folder, job.identity()?);
     if let Some(found) = entry.open() {
         return Ok(found);
@@ -236,15 +246,12 @@ impl<'a> Entry<'a> {
             print_note("waiting for another process, which tokenizes the same text");
             lock.lock()?;
         }
+        remove_leftovers(self.folder, Some(&self.key));
         if let Some(found) = self.open() {
             return Ok(found);
         }
 
-        // Removed unless it is renamed.
-        let part = tempfile::Builder::new()
-            .prefix(&self.key)
-            .suffix(".part")
-            .tempfile_in(self.folder)?;
+        let part = self.part()?;
         let mut out = BufWriter::with_capacity(1 << 20, part.as_file());
         let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
         let mut tokens = 0;
@@ -287,16 +294,99 @@ impl<'a> Entry<'a> {
         })
     }
 
-    fn describe(&self, description: &Description) -> io::Result<()> {
-        let mut part = tempfile::Builder::new()
+    /// A new file beside the others, which is removed unless it is renamed.
+    fn part(&self) -> io::Result<NamedTempFile> {
+        tempfile::Builder::new()
             .prefix(&self.key)
+            .rand_bytes(RANDOM_LEN)
             .suffix(".part")
-            .tempfile_in(self.folder)?;
+            .tempfile_in(self.folder)
+    }
+
+    fn describe(&self, description: &Description) -> io::Result<()> {
+        let mut part = self.part()?;
         serde_json::to_writer(&mut part, description)?;
         part.as_file().sync_all()?;
         part.persist(self.path("json"))
             .map_err(|error| error.error)?;
         Ok(())
+    }
+}
+
+/// Removes what killed processes left in `folder`: files whose name is that of a leftover, whose lock
+/// exists, as this program creates it first, and is held by no process. `held` is the key whose lock
+/// this call's caller holds. A failure leaves the file for the next run.
+fn remove_leftovers(folder: &Path, held: Option<&str>) {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let leftover = name.to_str().and_then(Leftover::parse);
+        let is_file = entry.file_type().is_ok_and(|kind| kind.is_file());
+        let Some(leftover) = leftover.filter(|_| is_file) else {
+            continue;
+        };
+
+        // Locked until the file is removed, so that no process writes it meanwhile.
+        let lock = (held != Some(leftover.key())).then(|| try_lock(folder, leftover.key()));
+        if matches!(lock, Some(None)) || leftover.is_whole(folder) {
+            continue;
+        }
+        let _ignored = fs::remove_file(entry.path());
+    }
+}
+
+/// Locks the key, if its lock exists and no process holds it. Creates nothing.
+fn try_lock(folder: &Path, key: &str) -> Option<File> {
+    let path = folder.join(format!("{key}.lock"));
+    let is_file = fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.is_file());
+    let lock = File::open(path).ok().filter(|_| is_file)?;
+    lock.try_lock().ok().map(|()| lock)
+}
+
+/// A file that a killed process may have left, by its name.
+#[derive(Debug, PartialEq)]
+enum Leftover<'a> {
+    /// A file that is written before it is renamed.
+    Part { key: &'a str },
+    /// Tokens, which are whole when their description exists.
+    Tokens { key: &'a str },
+}
+
+impl<'a> Leftover<'a> {
+    fn parse(name: &'a str) -> Option<Self> {
+        let (key, rest) = name.split_at_checked(KEY_LEN)?;
+        let is_key = key
+            .bytes()
+            .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        if !is_key {
+            return None;
+        }
+        if rest == ".u32.bin" {
+            return Some(Self::Tokens { key });
+        }
+        let random = rest.strip_suffix(".part")?;
+        let is_random =
+            random.len() == RANDOM_LEN && random.bytes().all(|byte| byte.is_ascii_alphanumeric());
+        is_random.then_some(Self::Part { key })
+    }
+
+    fn key(&self) -> &'a str {
+        match self {
+            Self::Part { key } | Self::Tokens { key } => key,
+        }
+    }
+
+    /// Whether the file is complete. A description that cannot be looked up counts.
+    fn is_whole(&self, folder: &Path) -> bool {
+        match self {
+            Self::Part { .. } => false,
+            Self::Tokens { key } => folder
+                .join(format!("{key}.json"))
+                .try_exists()
+                .unwrap_or(true),
+        }
     }
 }
 
@@ -315,4 +405,110 @@ pub(crate) fn default_folder() -> Option<PathBuf> {
 
 fn hexadecimal(n: u64) -> String {
     format!("{n:016x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leftovers_are_known_by_name() {
+        let key = hexadecimal(0xabc);
+        assert_eq!(key.len(), KEY_LEN);
+        let identity = Identity {
+            format: FORMAT,
+            tokenizer: String::new(),
+            texts: String::new(),
+            text_bytes: 0,
+            before: Vec::new(),
+            after: Vec::new(),
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let entry = Entry::new(folder.path(), identity);
+        let part = entry.part().unwrap();
+        let name = part.path().file_name().unwrap().to_str().unwrap();
+        assert_eq!(
+            Leftover::parse(name),
+            Some(Leftover::Part { key: &entry.key })
+        );
+        assert_eq!(
+            Leftover::parse(&format!("{key}.u32.bin")),
+            Some(Leftover::Tokens { key: &key })
+        );
+
+        let others = [
+            String::new(),
+            "notes.part".to_owned(),
+            "0123456789abcdeé.part".to_owned(),
+            format!("{key}.json"),
+            format!("{key}.lock"),
+            format!("{key}.part"),
+            format!("{key}abcde.part"),
+            format!("{key}abcdefg.part"),
+            format!("{key}ab-def.part"),
+            format!("{key}.u32.bin.old"),
+            format!("{}abcdef.part", key.to_uppercase()),
+        ];
+        for name in others {
+            assert_eq!(Leftover::parse(&name), None, "{name}");
+        }
+    }
+
+    /// The names of the files that remain in `folder`.
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).unwrap();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn leftovers_of_living_processes_stay() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path();
+        let [dead, living, no_lock] = [1, 2, 3].map(hexadecimal);
+        let at = |key: &str, rest: &str| folder.join(format!("{key}{rest}"));
+        for key in [&dead, &living, &no_lock] {
+            for rest in ["abcdef.part", "ABC123.part", ".u32.bin"] {
+                fs::write(at(key, rest), b"tokens").unwrap();
+            }
+        }
+        fs::write(at(&dead, ".lock"), b"").unwrap();
+        let lock = File::create(at(&living, ".lock")).unwrap();
+        lock.lock().unwrap();
+
+        // Neither folders, links nor names of others are this program's.
+        fs::create_dir(at(&dead, "folder.part")).unwrap();
+        fs::write(folder.join("notes.part"), b"mine").unwrap();
+        #[cfg(unix)]
+        std::os::unix::fs::symlink(folder.join("notes.part"), at(&dead, "linked.part")).unwrap();
+
+        let mut expected = names(folder);
+        expected.retain(|name| {
+            let rest = name.strip_prefix(&dead);
+            rest.is_none_or(|rest| !["abcdef.part", "ABC123.part", ".u32.bin"].contains(&rest))
+        });
+        remove_leftovers(folder, None);
+        assert_eq!(names(folder), expected);
+
+        // The holder of the lock may remove its own, and whole tokens stay.
+        fs::write(at(&living, ".json"), b"{}").unwrap();
+        remove_leftovers(folder, Some(&living));
+        let own: Vec<String> = names(folder)
+            .into_iter()
+            .filter(|name| name.starts_with(&living))
+            .collect();
+        assert_eq!(
+            own,
+            [".json", ".lock", ".u32.bin"].map(|rest| format!("{living}{rest}"))
+        );
+
+        drop(lock);
+        fs::remove_file(at(&living, ".json")).unwrap();
+        remove_leftovers(folder, None);
+        assert!(!at(&living, ".u32.bin").exists());
+        remove_leftovers(&folder.join("no folder"), None);
+    }
 }

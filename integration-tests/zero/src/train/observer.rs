@@ -138,6 +138,32 @@ impl Observer {
         self.bar.finish_and_clear();
     }
 
+    /// Measures the machine again after the last step, and completes the steps with the better rate.
+    /// A note says so if the files of steps have utilizations above 100%, which the first rate gave.
+    pub(crate) fn measure_again(&mut self) {
+        let Some(rates) = &mut self.rates else {
+            return;
+        };
+        let Some(highest) = self
+            .seen
+            .iter()
+            .filter_map(|step| rates.mfu(step.tokens_per_s))
+            .max_by(f64::total_cmp)
+        else {
+            return;
+        };
+
+        rates.measure_again();
+        for step in &mut self.seen {
+            rates.complete(step);
+        }
+
+        let is_written = self.outputs.has_utilization(self.has_breakdown);
+        if let Some(note) = rates.note(highest).filter(|_| is_written) {
+            print_note(note);
+        }
+    }
+
     pub(crate) fn write_report(
         &self,
         setup: &RunSetup,
@@ -240,9 +266,14 @@ impl Outputs {
         })
     }
 
-    /// Whether a file has the utilization of each step.
+    /// Whether a file has the utilization of each step, be there a breakdown or not.
     fn show_utilization(&self) -> bool {
         self.csv.is_some() || self.tensorboard.is_some()
+    }
+
+    /// Whether a file has the utilization of each step. The metrics have it in the breakdown.
+    fn has_utilization(&self, has_breakdown: bool) -> bool {
+        self.show_utilization() || (has_breakdown && self.metrics.is_some())
     }
 
     /// Writes a step to all files.

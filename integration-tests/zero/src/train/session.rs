@@ -40,6 +40,7 @@ pub(crate) fn observed(
 
     observer.finish();
     let summaries = summaries?;
+    observer.measure_again();
     let closing = summary::closing(setup, &summaries, &observer.seen, observer.utilization());
     print_text(&closing)?;
     observer.write_report(setup, &summaries, &closing)?;

@@ -15,8 +15,8 @@ use crate::error::CliError;
 use zero_models::ops::{Threads, ThreadsError, linear};
 use zero_trainer::StepMetrics;
 
-/// The time for measuring the host.
-const MEASURED: Duration = Duration::from_millis(200);
+/// The time for measuring the host, once before the first step and once after the last one.
+const MEASURED: Duration = Duration::from_millis(100);
 /// Rows and columns of the measured product: three matrices fit a core's cache.
 const SIDE: usize = 256;
 
@@ -41,41 +41,87 @@ const GPUS: [(&str, [f64; 3]); 13] = [
 /// The FLOPs of a run and the rate that its machine could reach.
 pub(crate) struct Utilization {
     flops_per_token: f64,
-    /// FLOPs per second of all devices, if known.
-    peak: Option<f64>,
+    peak: Peak,
+}
+
+/// The rate that the machine of a run could reach, in FLOPs per second of all devices.
+#[derive(Clone, Debug, PartialEq)]
+enum Peak {
+    /// The best of all tries on the host, on this many threads.
+    Measured { flops: f64, threads: usize },
+    /// The sum of the devices' data sheets; `devices` names them and the type.
+    DataSheet { flops: f64, devices: String },
+    /// The device that this program has no peak for, and the type.
+    Unknown { device: String },
+}
+
+impl Peak {
+    fn flops(&self) -> Option<f64> {
+        match self {
+            Self::Measured { flops, .. } | Self::DataSheet { flops, .. } => Some(*flops),
+            Self::Unknown { .. } => None,
+        }
+    }
+
     /// The origin of the peak, or why it is not known.
-    source: String,
+    fn source(&self) -> String {
+        match self {
+            Self::Measured { threads, .. } => format!(
+                "the rate of fp32 matrix products here on {threads} threads, the best before the first step and after the \
+                 last one"
+            ),
+            Self::DataSheet { devices, .. } => format!("the dense {devices}"),
+            Self::Unknown { device } => format!("the {device} is not known to this program"),
+        }
+    }
+
+    /// How a run can be faster than its peak.
+    fn why_exceeded(&self) -> &'static str {
+        match self {
+            Self::Measured { .. } => {
+                "the machine was slower while its rate was measured than while it trained, most likely because another \
+                 program ran"
+            }
+            _ => "the device is faster than the data sheet that its name was found in",
+        }
+    }
+
+    /// The peak with another measurement of the host: the better of both.
+    fn with_rate(self, rate: f64) -> Self {
+        match self {
+            Self::Measured { flops, threads } => Self::Measured {
+                flops: flops.max(rate),
+                threads,
+            },
+            other => other,
+        }
+    }
 }
 
 impl Utilization {
-    /// For the run of `setup`; measures matrix products on the host, which takes a fifth of a
+    /// For the run of `setup`; measures matrix products on the host, which takes a tenth of a
     /// second.
     pub(crate) fn new(setup: &RunSetup) -> Result<Self, CliError> {
         let config = &setup.workload.config;
         let flops_per_token = config.flops_per_token(setup.options.seq_len);
-        let (peak, source) = match setup.device.as_ref().map(|gpu| &gpu.name) {
+
+        let peak = match setup.device.as_ref().map(|gpu| &gpu.name) {
             None => {
                 let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
                 let threads = (setup.ranks * setup.workload.threads).min(cores);
-                let peak = measure(threads).map_err(CliError::failure)?;
-                (
-                    Some(peak),
-                    format!(
-                        "the rate of fp32 matrix products here on {threads} threads, measured at the start"
-                    ),
-                )
+                let flops = measure(threads).map_err(CliError::failure)?;
+                Peak::Measured { flops, threads }
             }
             Some(name) => {
                 let dtype = setup.settings.dtype;
                 match data_sheet(name, dtype) {
-                    Some(peak) => (
-                        Some(peak * 1e12 * setup.ranks as f64),
-                        format!("the dense {dtype} peak of {} x {name}", setup.ranks),
-                    ),
-                    None => (
-                        None,
-                        format!("the {dtype} peak of {name} is not known to this program"),
-                    ),
+                    Some(peak) => Peak::DataSheet {
+                        flops: peak * 1e12 * setup.ranks as f64,
+                        devices: format!("{dtype} peak of {} x {name}", setup.ranks),
+                    },
+                    None => Peak::Unknown {
+                        device: format!("{dtype} peak of {name}"),
+                    },
                 }
             }
         };
@@ -83,8 +129,18 @@ impl Utilization {
         Ok(Self {
             flops_per_token,
             peak,
-            source,
         })
+    }
+
+    /// Measures the host again, after the last step: another program may have run the first time.
+    /// The better rate counts. If no threads can be started now, the first rate remains.
+    pub(crate) fn measure_again(&mut self) {
+        let Peak::Measured { threads, .. } = self.peak else {
+            return;
+        };
+        if let Ok(rate) = measure(threads) {
+            self.peak = self.peak.clone().with_rate(rate);
+        }
     }
 
     /// Completes the breakdown of a step.
@@ -92,13 +148,14 @@ impl Utilization {
         let rate = self.flops_per_token * metrics.tokens_per_s;
         if let Some(breakdown) = &mut metrics.breakdown {
             breakdown.tflops = rate / 1e12;
-            breakdown.mfu = self.peak.map(|peak| rate / peak);
+            breakdown.mfu = self.peak.flops().map(|peak| rate / peak);
         }
     }
 
     /// The utilization at a rate of `tokens_per_s`, if the peak is known.
     pub(crate) fn mfu(&self, tokens_per_s: f64) -> Option<f64> {
         self.peak
+            .flops()
             .map(|peak| self.flops_per_token * tokens_per_s / peak)
     }
 
@@ -107,31 +164,47 @@ impl Utilization {
         serde_json::json!({
             "flops_per_token": self.flops_per_token,
             "formula": "6 N + 12 L C T",
-            "peak_flops": self.peak,
-            "peak_source": self.source,
+            "peak_flops": self.peak.flops(),
+            "peak_source": self.peak.source(),
         })
     }
 
-    /// Describes a rate of `tflops` in one line.
+    /// Describes a rate of `tflops`. If it is above the peak, the text says how that can be.
     pub(crate) fn describe(&self, tflops: f64) -> String {
-        let Self {
-            flops_per_token,
-            peak,
-            source,
-        } = self;
-        let per_token = format!("{} a token: 6 N + 12 L C T", si(*flops_per_token, "FLOP"));
-        match peak {
-            Some(peak) => format!(
-                "model FLOPs: {} ({per_token})\nutilization (MFU): {:.1}% of {}, {source}",
-                si(tflops * 1e12, "FLOP/s"),
-                tflops * 1e14 / peak,
-                si(*peak, "FLOP/s")
-            ),
-            None => format!(
-                "model FLOPs: {} ({per_token}); {source}",
-                si(tflops * 1e12, "FLOP/s")
-            ),
+        let per_token = format!(
+            "{} a token: 6 N + 12 L C T",
+            si(self.flops_per_token, "FLOP")
+        );
+        let rate = format!("model FLOPs: {} ({per_token})", si(tflops * 1e12, "FLOP/s"));
+        let source = self.peak.source();
+        let Some(peak) = self.peak.flops() else {
+            return format!("{rate}; {source}");
+        };
+
+        let mfu = tflops * 1e12 / peak;
+        let mut text = format!(
+            "{rate}\nutilization (MFU): {:.1}% of {}, {source}",
+            mfu * 100.0,
+            si(peak, "FLOP/s")
+        );
+        if mfu > 1.0 {
+            text += &format!("\nabove 100%: {}", self.peak.why_exceeded());
         }
+        text
+    }
+
+    /// A note on the utilizations that were written step by step, of which `highest` is the
+    /// highest, if that is above 100%. They are relative to the rate before the first step.
+    pub(crate) fn note(&self, highest: f64) -> Option<String> {
+        let peak = self.peak.flops()?;
+        (highest > 1.0).then(|| {
+            format!(
+                "note: the mfu of single steps in the files is up to {:.1}%: {}; the best rate known now is {}",
+                highest * 100.0,
+                self.peak.why_exceeded(),
+                si(peak, "FLOP/s")
+            )
+        })
     }
 }
 
@@ -195,6 +268,96 @@ mod tests {
     #[test]
     fn host_rate_is_measured() {
         assert!(measure(1).unwrap() > 1e6);
+    }
+
+    /// A run of 1 GFLOP a token on a host of `flops`.
+    fn on_host(flops: f64) -> Utilization {
+        Utilization {
+            flops_per_token: 1e9,
+            peak: Peak::Measured { flops, threads: 2 },
+        }
+    }
+
+    #[test]
+    fn better_measurement_counts() {
+        let peak = |flops| Peak::Measured { flops, threads: 2 };
+        assert_eq!(peak(1e12).with_rate(2e12), peak(2e12));
+        assert_eq!(peak(2e12).with_rate(1e12), peak(2e12));
+
+        let sheet = Peak::DataSheet {
+            flops: 1e15,
+            devices: "bf16 peak of 1 x H100".to_owned(),
+        };
+        assert_eq!(sheet.clone().with_rate(2e15), sheet);
+    }
+
+    #[test]
+    fn second_measurement_lowers_no_rate() {
+        let mut fast = on_host(1e30);
+        fast.measure_again();
+        assert_eq!(fast.peak.flops(), Some(1e30));
+        let mut slow = on_host(1.0);
+        slow.measure_again();
+        assert!(slow.peak.flops().unwrap() > 1e6);
+    }
+
+    #[test]
+    fn utilization_above_one_is_explained() {
+        let host = on_host(1e12);
+        let usual = host.describe(0.9);
+        assert!(
+            usual.contains("utilization (MFU): 90.0% of 1.00 TFLOP/s") && !usual.contains("above"),
+            "{usual}"
+        );
+        assert!(!host.describe(1.0).contains("above"));
+
+        let above = host.describe(1.83);
+        let (line, why) = above.rsplit_once('\n').unwrap();
+        assert!(line.contains("183.0% of 1.00 TFLOP/s"), "{line}");
+        assert!(
+            why.starts_with("above 100%: ") && why.contains("another program ran"),
+            "{why}"
+        );
+
+        let card = Utilization {
+            flops_per_token: 1e9,
+            peak: Peak::DataSheet {
+                flops: 1e12,
+                devices: "bf16 peak of 1 x T5".to_owned(),
+            },
+        };
+        let above = card.describe(1.83);
+        assert!(
+            above
+                .contains("of 1.00 TFLOP/s, the dense bf16 peak of 1 x T5\nabove 100%: the device"),
+            "{above}"
+        );
+    }
+
+    #[test]
+    fn unknown_peak_has_no_utilization() {
+        let unknown = Utilization {
+            flops_per_token: 1e9,
+            peak: Peak::Unknown {
+                device: "bf16 peak of a card of the future".to_owned(),
+            },
+        };
+        assert_eq!((unknown.mfu(1e9), unknown.note(2.0)), (None, None));
+        let text = unknown.describe(1.0);
+        assert!(
+            text.ends_with("; the bf16 peak of a card of the future is not known to this program"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn written_utilization_above_one_is_noted() {
+        let host = on_host(2e12);
+        assert_eq!(host.note(1.0), None);
+        let note = host.note(1.83).unwrap();
+        for part in ["up to 183.0%", "another program ran", "2.00 TFLOP/s"] {
+            assert!(note.contains(part), "{note}");
+        }
     }
 
     #[test]

@@ -56,7 +56,7 @@ fn tokenizer() -> Value {
 }
 
 /// Writes a good folder.
-fn write(dir: &Path) {
+pub(crate) fn write(dir: &Path) {
     let model = support::data("model");
     fs::create_dir(dir).unwrap();
     for name in ["config.json", "model.safetensors"] {

@@ -23,5 +23,6 @@ mod samples;
 mod simulated;
 mod store;
 mod support;
+mod token_cache;
 mod tune;
 mod validation;

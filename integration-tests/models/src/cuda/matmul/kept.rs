@@ -20,7 +20,9 @@
 //!
 //! A new choice is written to a temporary file, which replaces the old one when its bytes are on
 //! the disk: readers without the lock and crashes see one or the other, whole. Whoever waited for
-//! the lock of the old file then locks the new one.
+//! the lock of the old file then locks the new one. A temporary file is named by the file that it
+//! replaces, with random letters and digits: `.choice-KEY-RANDOM`. Those of killed processes are
+//! removed when a choice of the folder is locked next, if the file that they replace can be locked.
 //!
 //! A choice selects machine code, and the folder may be one that others can write to. So a file is
 //! used only if it is a regular file of this user or of root, and symbolic links are refused.
@@ -30,6 +32,8 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+
+use tempfile::NamedTempFile;
 
 const FIRST: &str = "zero matmul choice, version 1";
 /// The maximum size of a file.
@@ -101,11 +105,67 @@ impl Choices {
                 subject: subject.to_owned(),
             };
             if locked.is_current()? {
+                self.remove_leftovers(&path);
                 return Ok(locked);
             }
             // Another process has replaced the file meanwhile.
         }
     }
+
+    /// Removes the temporary files of killed processes: those for `held`, which this process has
+    /// locked, and those for files that no process has locked. A failure leaves the file for the
+    /// next lock.
+    fn remove_leftovers(&self, held: &Path) {
+        let Ok(entries) = std::fs::read_dir(&self.0) else {
+            return;
+        };
+        for entry in entries.flatten() {
+            let name = entry.file_name();
+            let Some(key) = name.to_str().and_then(temporary_key) else {
+                continue;
+            };
+
+            // Locked until the file is removed, so that no process writes it meanwhile.
+            let path = self.0.join(format!("{key}.txt"));
+            let lock = (path != held).then(|| try_lock(&path));
+            if matches!(lock, Some(None)) {
+                continue;
+            }
+            let temporary = entry.path();
+            if open(&temporary, File::options().read(true)).is_ok() {
+                let _ignored = std::fs::remove_file(temporary);
+            }
+        }
+    }
+}
+
+/// The start of a temporary file's name.
+const TEMPORARY: &str = ".choice-";
+/// The random letters and digits at its end.
+const RANDOM_LEN: usize = 6;
+
+/// The key of the file that a temporary file of this name replaces.
+fn temporary_key(name: &str) -> Option<&str> {
+    let is_key = |byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    let rest = name.strip_prefix(TEMPORARY)?;
+    let (key, random) = rest.split_once('-')?;
+    let is_temporary = key.len() == 16
+        && key.bytes().all(is_key)
+        && random.len() == RANDOM_LEN
+        && random.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    is_temporary.then_some(key)
+}
+
+/// Locks an existing file, unless another process has locked or replaced it.
+fn try_lock(path: &Path) -> Option<Locked> {
+    let file = open(path, File::options().read(true)).ok()?;
+    file.try_lock().ok()?;
+    let locked = Locked {
+        file,
+        path: path.to_owned(),
+        subject: String::new(),
+    };
+    locked.is_current().ok()?.then_some(locked)
 }
 
 /// A locked file. The system also releases the lock when the process ends.
@@ -129,16 +189,23 @@ impl Locked {
         let text = format!("{body}checksum {:016x}\n", hash(&body));
         let folder = self.path.parent().unwrap_or(Path::new("."));
 
-        // Readable by all, as the file of a plain `File::create`.
-        let permissions = std::fs::Permissions::from_mode(0o644);
-        let mut new = tempfile::Builder::new()
-            .prefix(".choice-")
-            .permissions(permissions)
-            .tempfile_in(folder)?;
+        let mut new = self.temporary(folder)?;
         new.write_all(text.as_bytes())?;
         new.as_file().sync_all()?;
         new.persist(&self.path)?;
         File::open(folder)?.sync_all()
+    }
+
+    /// A new file in `folder`, which is removed unless it replaces the locked one.
+    fn temporary(&self, folder: &Path) -> io::Result<NamedTempFile> {
+        let key = format!("{:016x}", hash(&self.subject));
+        // Readable by all, as the file of a plain `File::create`.
+        let permissions = std::fs::Permissions::from_mode(0o644);
+        tempfile::Builder::new()
+            .prefix(&format!("{TEMPORARY}{key}-"))
+            .rand_bytes(RANDOM_LEN)
+            .permissions(permissions)
+            .tempfile_in(folder)
     }
 
     /// Whether the locked file is still the one at the path.
@@ -405,6 +472,46 @@ mod tests {
         assert_eq!(choices.find(SUBJECT).as_deref(), Some("another"));
         let left = std::fs::read_dir(folder.path()).unwrap().count();
         assert_eq!(left, 1, "no temporary file");
+    }
+
+    #[test]
+    fn leftovers_are_removed_unless_locked() {
+        let folder = tempfile::tempdir().unwrap();
+        let choices = Choices::at(folder.path());
+        let lock = |subject: &str| choices.lock(subject, Duration::ZERO).unwrap();
+        // As a killed process leaves it.
+        let leave = |locked: &Locked| {
+            let temporary = locked.temporary(folder.path()).unwrap();
+            temporary.keep().unwrap().1
+        };
+
+        let dead = leave(&lock("dead"));
+        let living = lock("living");
+        let written = leave(&living);
+        let name = |start: &str| folder.path().join(format!("{start}-abcdef"));
+        // One has no file that could be locked; the others have other names.
+        let others = [
+            name(".choice-0123456789abcdef"),
+            name(".choice"),
+            name(".choice-0123456789abcdefg"),
+            name("notes"),
+        ];
+        for path in &others {
+            std::fs::write(path, b"mine").unwrap();
+        }
+        let link = written.with_file_name(format!(".choice-{:016x}-linked", hash("dead")));
+        std::os::unix::fs::symlink(&others[3], &link).unwrap();
+
+        let own = leave(&lock(SUBJECT));
+        drop(lock(SUBJECT));
+        assert!(!dead.exists() && !own.exists());
+        assert!(written.exists() && link.is_symlink());
+        assert!(others.iter().all(|path| path.exists()));
+
+        living.write("", "abc").unwrap();
+        drop(lock(SUBJECT));
+        assert!(!written.exists());
+        assert_eq!(choices.find("living").as_deref(), Some("abc"));
     }
 
     #[test]
