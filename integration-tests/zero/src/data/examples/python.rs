@@ -39,11 +39,14 @@ fn print(out: &mut Output, _: &State, value: &Value) -> Result<(), Error> {
 
 /// What jinja2 iterates over: an undefined value has no elements, and none cannot be iterated.
 fn is_iterable(value: &Value) -> bool {
-    match value.kind() {
-        ValueKind::Undefined | ValueKind::String | ValueKind::Seq => true,
-        ValueKind::Map | ValueKind::Iterable => true,
-        _ => false,
-    }
+    matches!(
+        value.kind(),
+        ValueKind::Undefined
+            | ValueKind::String
+            | ValueKind::Seq
+            | ValueKind::Map
+            | ValueKind::Iterable
+    )
 }
 
 fn is_sequence(value: &Value) -> bool {
