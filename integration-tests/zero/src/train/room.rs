@@ -81,7 +81,7 @@ pub(crate) fn check(dir: &Path, saves: &Saves) -> Result<Option<String>, CliErro
     let Some(free_bytes) = free_bytes(dir) else {
         return Ok(None);
     };
-    // What failed saves have left is removed before the first save.
+    // The files of failed saves are removed before the first save.
     let staged_bytes = staged_saves(dir).map_or(0, |staged| staged.bytes);
     let present = count_checkpoints(dir).map_err(CliError::usage)?;
 
