@@ -3,13 +3,15 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use crate::files;
+
 /// A failure to save, open or read a checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum CkptError {
     /// A system call failed.
-    #[error("cannot {action} {}: {error}{}", path.display(), remedy(error))]
+    #[error("cannot {action} {}: {error}{}", path.display(), files::remedy(error))]
     Io {
         /// The attempted action: "write", "rename", ...
         action: &'static str,
@@ -261,14 +263,6 @@ pub enum CkptError {
     },
 }
 
-/// What to do about an error of the system.
-fn remedy(error: &std::io::Error) -> &'static str {
-    match rustix::io::Errno::from_io_error(error) {
-        Some(rustix::io::Errno::MFILE) => "; raise the limit of open files: ulimit -n",
-        _ => "",
-    }
-}
-
 struct Reasons<'a>(&'a [String]);
 
 impl std::fmt::Display for Reasons<'_> {
@@ -316,17 +310,5 @@ impl CkptError {
             expected: expected.to_string(),
             got: got.to_string(),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn limit_of_open_files_is_named() {
-        let error = |errno| CkptError::os("open", "a")(errno).to_string();
-        assert!(error(rustix::io::Errno::MFILE).ends_with("ulimit -n"));
-        assert!(!error(rustix::io::Errno::NOENT).contains("ulimit"));
     }
 }

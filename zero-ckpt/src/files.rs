@@ -25,6 +25,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use rustix::fs::OFlags;
+use rustix::io::Errno;
 
 /// A limit for configurations and other small files of a model's folder.
 pub const SMALL_FILE_BYTES: u64 = 16 << 20;
@@ -119,6 +120,15 @@ pub fn read_text_if_present(path: &Path, limit_bytes: u64) -> io::Result<Option<
     read_if_present(path, limit_bytes)?.map(text).transpose()
 }
 
+/// The remedy for an error of the system, to be appended to its text; empty for most errors.
+pub fn remedy(error: &io::Error) -> &'static str {
+    match Errno::from_io_error(error) {
+        Some(Errno::MFILE) => "; raise the limit of open files: ulimit -n",
+        Some(Errno::NFILE) => "; raise the machine's limit of open files: sysctl fs.file-max",
+        _ => "",
+    }
+}
+
 const NOT_REGULAR: &str =
     "not a regular file but a pipe, a socket or a device: copy its content to a file";
 
@@ -141,7 +151,7 @@ fn explained(path: &Path, error: io::Error) -> io::Error {
         return io::Error::new(ErrorKind::NotFound, why);
     }
     // A socket, or a device without a driver.
-    if error.raw_os_error() == Some(rustix::io::Errno::NXIO.raw_os_error()) {
+    if error.raw_os_error() == Some(Errno::NXIO.raw_os_error()) {
         return not_regular(NOT_REGULAR);
     }
     error
@@ -221,6 +231,17 @@ mod tests {
         }
         let error = read_text_if_present(&file, 9).unwrap_err().to_string();
         assert_eq!(error, "not UTF-8 text at byte 1");
+    }
+
+    #[test]
+    fn limit_of_open_files_is_named() {
+        use crate::CkptError;
+
+        let error = |errno| CkptError::os("open", "a")(errno).to_string();
+        assert!(error(Errno::MFILE).ends_with("ulimit -n"));
+        assert!(error(Errno::NFILE).ends_with("fs.file-max"));
+        let other = error(Errno::NOENT);
+        assert!(other.ends_with(&format!("(os error {})", Errno::NOENT.raw_os_error())));
     }
 
     /// Files of `/proc` have the length 0.

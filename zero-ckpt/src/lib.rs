@@ -32,7 +32,7 @@ pub use load::export::{ExportOptions, ExportReport};
 pub use load::on_ranks::Selection;
 pub use load::reader::Reader;
 pub use load::resharding::View;
-pub use load::resolve::{Resolved, has_checkpoints, resolve};
+pub use load::resolve::{Resolved, count_checkpoints, has_checkpoints, resolve};
 pub use load::verify::VerifyReport;
 pub use save::agreement::{PublishedCheckpoint, StagedFile};
 pub use save::assemble::{Assembled, assemble, assemble_step};

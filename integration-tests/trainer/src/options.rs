@@ -71,7 +71,7 @@ impl RunOptions {
     }
 
     /// Whether the run saves to the folder of the checkpoint that it resumes.
-    pub(crate) fn saves_in_place(&self) -> bool {
+    pub fn saves_in_place(&self) -> bool {
         let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let (Some(from), Some((to, _))) = (&self.resume, &self.checkpoint) else {
             return false;

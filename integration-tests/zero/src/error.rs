@@ -1,15 +1,18 @@
 //! Why a command failed.
 
+use std::io;
+
+use rustix::io::Errno;
 use thiserror::Error;
 
 /// Why a command failed.
 #[derive(Debug, Error)]
 pub enum CliError {
     /// Wrong flags, configuration or input: exit code 2.
-    #[error("{0}")]
+    #[error("{}{}", .0, remedy(.0))]
     Usage(String),
     /// A failure: exit code 1.
-    #[error("{0}")]
+    #[error("{}{}", .0, remedy(.0))]
     Failure(String),
     /// A failure caused by that of another process: exit code 1. The launcher reports the cause
     /// instead.
@@ -43,5 +46,40 @@ impl CliError {
     /// A failure.
     pub fn failure(error: impl std::fmt::Display) -> Self {
         Self::Failure(error.to_string())
+    }
+}
+
+/// The remedy for the error of the system whose text is in `message`; empty if `message` has it.
+///
+/// Why by text: a message may come from another thread or process, and every error of a command
+/// passes here, whichever of its many files could not be opened.
+pub(crate) fn remedy(message: &str) -> &'static str {
+    let is_named = ["ulimit -n", "fs.file-max"]
+        .iter()
+        .any(|limit| message.contains(limit));
+    if is_named {
+        return "";
+    }
+
+    let error = [Errno::MFILE, Errno::NFILE]
+        .map(io::Error::from)
+        .into_iter()
+        .find(|error| message.contains(&error.to_string()));
+    error.map_or("", |error| zero_ckpt::files::remedy(&error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limit_of_open_files_is_named_once() {
+        for (errno, limit) in [(Errno::MFILE, "ulimit -n"), (Errno::NFILE, "fs.file-max")] {
+            let error = CliError::usage(format_args!("a.txt: {}", io::Error::from(errno)));
+            let outer = CliError::failure(format_args!("rank 1: {error}")).to_string();
+            assert!(outer.ends_with(limit), "{outer}");
+            assert_eq!(outer.matches(limit).count(), 1, "{outer}");
+        }
+        assert_eq!(remedy(&io::Error::from(Errno::NOENT).to_string()), "");
     }
 }

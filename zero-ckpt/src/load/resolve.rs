@@ -114,11 +114,18 @@ pub(crate) fn staged_hint(root: &Dir) -> Option<String> {
 /// # Errors
 /// The directory cannot be read.
 pub fn has_checkpoints(path: impl AsRef<Path>) -> Result<bool, CkptError> {
+    Ok(count_checkpoints(path)? > 0)
+}
+
+/// The number of checkpoints in `path`, with backups of replaced ones, as [`has_checkpoints`]
+/// finds them.
+///
+/// # Errors
+/// The directory cannot be opened or listed.
+pub fn count_checkpoints(path: impl AsRef<Path>) -> Result<usize, CkptError> {
     match Dir::open(path.as_ref()) {
-        Ok(dir) => Ok(!catalog::names(&dir)?.is_empty()),
-        Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => {
-            Ok(false)
-        }
+        Ok(dir) => Ok(catalog::names(&dir)?.len()),
+        Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => Ok(0),
         Err(e) => Err(e),
     }
 }

@@ -8,7 +8,7 @@ use serde_json::json;
 use tempfile::TempDir;
 use zero_ckpt::{
     CkptError, MANIFEST_NAME, PublishedCheckpoint, Reader, SaveMeta, ShardData, SingleRank, Store,
-    StoreOptions, has_checkpoints, resolve,
+    StoreOptions, count_checkpoints, has_checkpoints, resolve,
 };
 
 use crate::common::{layout, meta, storage};
@@ -136,7 +136,8 @@ fn unreadable_checkpoints_are_not_overwritten() {
 
 #[test]
 fn checkpoint_is_not_a_store() {
-    let dir = saved(&[1], &run("a"));
+    let dir = saved(&[1, 2], &run("a"));
+    assert_eq!(count_checkpoints(dir.path()).unwrap(), 2);
     let error = run("a")
         .check_runs(at(&dir, 1, ""))
         .unwrap_err()

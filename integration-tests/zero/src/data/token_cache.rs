@@ -100,8 +100,9 @@ pub(super) fn tokens(
         Err(Failure::Data(error)) => Err(error),
         Err(Failure::Cache(error)) => job.in_memory(Some(format!(
             "the tokens are kept in memory, since the cache {} failed: {error}; set ZERO_TOKEN_CACHE to another folder, or \
-             pass --no-token-cache",
-            folder.display()
+             pass --no-token-cache{}",
+            folder.display(),
+            files::remedy(&error)
         ))),
     }
 }

@@ -23,6 +23,7 @@ mod parts;
 mod picture;
 mod report_folder;
 mod resume;
+mod room;
 mod save_folder;
 mod session;
 mod setup;

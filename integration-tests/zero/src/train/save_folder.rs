@@ -24,11 +24,7 @@ const DEFAULT: &str = "checkpoints";
 /// # Errors
 /// The folder holds checkpoints of another run, or it is itself a checkpoint: exit code 2.
 pub(crate) fn check(dir: &Path, run: &StoreOptions) -> Result<(), CliError> {
-    if Ranks::from_env()
-        .ok()
-        .flatten()
-        .is_some_and(|ranks| ranks.rank > 0)
-    {
+    if !is_checked_here() {
         return Ok(());
     }
     let dir_name = dir.display();
@@ -43,6 +39,12 @@ pub(crate) fn check(dir: &Path, run: &StoreOptions) -> Result<(), CliError> {
         }
         other => CliError::Usage(format!("--checkpoint {other}")),
     })
+}
+
+/// Whether this process checks the folder: of a launcher's ranks only rank 0 does.
+pub(super) fn is_checked_here() -> bool {
+    let ranks = Ranks::from_env().ok().flatten();
+    ranks.is_none_or(|ranks| ranks.rank == 0)
 }
 
 /// The folder of a run without `--checkpoint`: the first of `checkpoints`, `checkpoints-2`, ...

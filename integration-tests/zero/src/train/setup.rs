@@ -15,6 +15,7 @@ use super::exchange::StartExchange;
 use super::metrics_file::MetricsLines;
 use super::parts::{self, Gpu, Parts};
 use super::resume::Resumed;
+use super::room::{self, Saves};
 use super::{auto_stage, checks, event_files, line_file, report_folder, save_folder};
 use crate::config::DsConfig;
 use crate::error::CliError;
@@ -263,6 +264,8 @@ impl RunSetup {
     fn check_outputs(&mut self) -> Result<(), CliError> {
         if let Some((dir, _)) = &self.options.checkpoint {
             save_folder::check(dir, &self.options.store())?;
+            let saves = Saves::of(&self.options, self.first_step, &self.workload.config);
+            self.notices.extend(room::check(dir, &saves)?);
         }
         if let Some(path) = &self.metrics {
             let notices = line_file::check::<MetricsLines>(path, &self.options, self.first_step)?;

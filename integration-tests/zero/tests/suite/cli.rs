@@ -649,14 +649,15 @@ fn bad_checkpoints_are_rejected() {
     succeeds(&run_tiny(dir.path(), &["--resume", "a", "--steps", "4"]));
 }
 
-/// The error names the cause, and the previous checkpoint stays valid.
+/// The error names the cause, and the previous checkpoints stay valid. A disk without room for all
+/// checkpoints is a note before the first step, one without room for the next is an error then.
 #[test]
 fn full_disk_keeps_the_previous_checkpoint() {
     let dir = temp();
     let disk = dir.path().join("disk");
     std::fs::create_dir(&disk).unwrap();
     let mounted = Command::new("mount")
-        .args(["-t", "tmpfs", "-o", "size=3m", "tmpfs"])
+        .args(["-t", "tmpfs", "-o", "size=5m", "tmpfs"])
         .arg(&disk)
         .status();
 
@@ -669,13 +670,22 @@ fn full_disk_keeps_the_previous_checkpoint() {
     let first = run_tiny(dir.path(), &["--checkpoint", &path]);
     let second = run_tiny(
         dir.path(),
-        &["--resume", &path, "--steps", "4", "--checkpoint-every", "1"],
+        &["--resume", &path, "--steps", "6", "--checkpoint-every", "1"],
     );
     let third = zero(dir.path(), &["ckpt", "verify", &path]);
+    let other = disk.join("other/ckpt").display().to_string();
+    let fourth = run_tiny(
+        dir.path(),
+        &["--checkpoint", &other, "--metrics", "no-step"],
+    );
     let unmounted = Command::new("umount").arg(&disk).status().unwrap();
     succeeds(&first);
+    let opening = String::from_utf8_lossy(&second.stdout);
+    assert!(opening.contains("may add 3 checkpoints"), "{opening}");
     fails(&second, 1, &["No space left", "ckpt"]);
     succeeds(&third);
+    fails(&fourth, 2, &["a checkpoint of this run has", &other]);
+    assert!(!dir.path().join("no-step").exists());
     assert!(unmounted.success());
 }
 

@@ -300,6 +300,43 @@ fn limit_of_file_size_is_an_error() {
     assert_eq!(error.matches("rank ").count(), 1, "{error}");
 }
 
+/// The limit grows until the run succeeds: whichever file is the first that cannot be opened,
+/// a run that fails for it names the limit.
+#[test]
+fn limit_of_open_files_is_named() {
+    let dir = temp();
+    let zero = place::zero().get_program().display().to_string();
+    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
+    let mut failures = 0;
+    for limit in 4..200 {
+        let name = |output: &str| format!("{output}{limit}");
+        let more = [
+            ["--checkpoint", &name("c")],
+            ["--metrics", &name("m")],
+            ["--csv", &name("v")],
+            ["--tensorboard", &name("t")],
+            ["--report", &name("r")],
+            ["--steps", "1"],
+        ];
+        let args = tiny(&model, &tokens, more.as_flattened()).join("' '");
+        let output = Command::new("sh")
+            .args(["-c", &format!("ulimit -n {limit}; exec '{zero}' '{args}'")])
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        if output.status.success() {
+            break;
+        }
+        let code = output.status.code().unwrap_or_default();
+        fails(&output, code, &["ulimit -n"]);
+        failures += 1;
+    }
+    assert!(
+        failures > 0,
+        "the run needs fewer files than the lowest limit"
+    );
+}
+
 #[test]
 fn columns_align_where_ranks_differ() {
     let dir = temp();
