@@ -6,8 +6,8 @@
 
 #[path = "mpi/agreement.rs"]
 mod agreement;
-#[path = "mpi/alone.rs"]
-mod alone;
+#[path = "mpi/ending.rs"]
+mod ending;
 #[path = "common/place.rs"]
 mod place;
 

@@ -254,13 +254,8 @@ fn a_use_on_another_stream_is_found() {
             .expect("enqueued");
         // SAFETY: not on the stream, which this test is about; the scheduler runs one operation at
         // a time.
-        fill(
-            &rings.other_user,
-            unsafe { held.bytes() },
-            7,
-            Duration::ZERO,
-        )
-        .expect("enqueued");
+        let bytes = unsafe { held.bytes() };
+        fill(&rings.other_user, bytes, 7, Duration::ZERO).expect("enqueued");
         held.write_back().expect("enqueued");
 
         let _failed = rings.synchronize();

@@ -17,10 +17,10 @@ use crate::{
 };
 
 use super::FrameworkError;
-use super::calls::{Call, Uses};
 use super::core::{Core, UnitParams, kept};
 use super::gradients::Gradients;
 use super::rank::Rank;
+use super::rank_calls::{Call, Uses};
 use super::values::{range_of, short_name};
 use super::zero::Zero;
 

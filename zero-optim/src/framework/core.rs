@@ -16,9 +16,9 @@ use crate::{UnitSlices, agree};
 
 use super::FrameworkError;
 use super::build::hash;
-use super::calls::{self, Call, EndOfStep, Losses};
 use super::gradients::Gradients;
 use super::rank::Rank;
+use super::rank_calls::{self, Call, EndOfStep, Losses};
 use super::values::{Memory, some};
 
 /// The parameters of a unit between steps.
@@ -106,7 +106,7 @@ impl<D: Device> Core<D> {
 
         let all = EndOfStep::decode(&messages)?;
         if !EndOfStep::agree(&all) {
-            let settings = calls::of_step(losses, lr, uses, &self.layout);
+            let settings = rank_calls::of_step(losses, lr, uses, &self.layout);
             self.compare(call, &settings)?;
         }
         Ok(all)

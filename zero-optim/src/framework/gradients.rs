@@ -17,8 +17,8 @@ use zero_kernels::Segments;
 use zero_shard::{Layout, UnitLayout, ZeroStage};
 
 use super::FrameworkError;
-use super::calls::{Use, Uses};
 use super::rank::Rank;
+use super::rank_calls::{Use, Uses};
 use super::values::{Memory, find, range_of, some};
 
 /// Memory of a gradient.

@@ -41,11 +41,11 @@
 //! After an error that ended a step, make a new `Zero` and resume.
 
 mod build;
-mod calls;
 mod core;
 mod error;
 mod gradients;
 mod rank;
+mod rank_calls;
 mod step;
 mod values;
 mod zero;

@@ -12,7 +12,7 @@ use zero_kernels::Kernels;
 use zero_kernels::host::HostKernels;
 
 use super::FrameworkError;
-use super::calls::Call;
+use super::rank_calls::Call;
 
 /// The context of a rank: its communicator, memory, streams and kernels.
 pub struct Rank<D: Device> {

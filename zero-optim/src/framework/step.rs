@@ -12,9 +12,9 @@ use zero_shard::UnitLayout;
 use crate::StepOutcome;
 
 use super::FrameworkError;
-use super::calls::Losses;
 use super::core::Core;
 use super::gradients::Grads;
+use super::rank_calls::Losses;
 use super::values::{Memory, Params};
 
 /// A step: forward and backward of its micro-batches, then [`Self::end`]. If it is dropped before,

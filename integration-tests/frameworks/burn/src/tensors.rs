@@ -243,10 +243,11 @@ struct Elements {
 
 impl AsRef<[u8]> for Elements {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: it is only read, since burn copies shared bytes before it writes. At stage 3 the
-        // call that returned the view fails the step if the view outlives it. At the other stages
-        // parameters are written by `Step::end`, before which `StepUses::check` fails the step if a
-        // tensor still has the view; then there is no update, and the run has ended.
+        // Why nobody writes it: at stage 3 the call that returned the view fails the step if the
+        // view outlives it; at the others `StepUses::check` does before `Step::end` writes
+        // parameters.
+        // SAFETY: it is only read (burn copies shared bytes before it writes), and nobody writes it
+        // while the view lives.
         let slice = unsafe { self.view.slice() };
         let Ok(bytes) = slice.bytes().typed::<u8>() else {
             unreachable!("`bytes` has elements of u8")

@@ -121,11 +121,12 @@ impl OpKernels {
             shared_bytes,
         } = shape;
 
-        // SAFETY: each pointer is to a value of the parameter's type (the caller's promise; the low
-        // bytes of an `Arg` are its value), and the makers of the slices promised that accesses are
-        // ordered.
-        let launch =
-            || unsafe { function.launch(stream, grid, [block, 1, 1], shared_bytes, &mut pointers) };
+        let blocks = [block, 1, 1];
+        let launch = || {
+            // SAFETY: each pointer is to a value of the parameter's type (the caller's promise; the
+            // low bytes of an `Arg` are its value); the slices' makers promised ordered accesses.
+            unsafe { function.launch(stream, grid, blocks, shared_bytes, &mut pointers) }
+        };
         Ok(stream.labelled(op, launch)?)
     }
 }

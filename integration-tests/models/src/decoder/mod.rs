@@ -364,12 +364,12 @@ impl<A: HostArch> Decoder<A> {
                 for slice in params {
                     flats.push(in_fp32(slice, upcast, &mut used)?);
                 }
-                // SAFETY: `check` found host memory, and that the gradients overlap neither one
-                // another nor a parameter; their makers promised accesses ordered by the stream.
-                let grads = grads
-                    .into_iter()
-                    .map(|g| unsafe { g.as_host_mut() })
-                    .collect();
+                let on_host = |grad: DeviceSlice<f32>| {
+                    // SAFETY: `check` found host memory, and that the gradients overlap neither one
+                    // another nor a parameter; their makers promised accesses ordered by the stream.
+                    unsafe { grad.as_host_mut() }
+                };
+                let grads = grads.into_iter().map(on_host).collect();
                 work(
                     Flat {
                         units: &all,

@@ -9,7 +9,7 @@ use crate::data::TrainingData;
 use crate::data::examples::{EncoderSource, RowOptions};
 use crate::data::place::{Pace, Place};
 use crate::error::CliError;
-use crate::files::absolute;
+use crate::paths::absolute;
 
 /// By default [`DEFAULT_EPOCHS`] of examples if no flag sets the steps.
 const EPOCHS: Setting<Option<f64>, DataRecord> = Setting {

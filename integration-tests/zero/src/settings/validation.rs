@@ -11,7 +11,7 @@ use super::row::Row;
 use crate::data::examples::RowOptions;
 use crate::data::{DataError, DataSource, FolderFiles, TrainingData};
 use crate::error::CliError;
-use crate::files::absolute;
+use crate::paths::absolute;
 use zero_trainer::{ValidationData, ValidationOptions};
 
 /// The validation of a run, as `run.json` stores it.

@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::files::with_suffix;
+use crate::paths::with_suffix;
 
 /// The file for what `path` has after `step`: `NAME.after-step-9`, then `NAME.after-step-9.2`.
 pub(super) fn path(path: &Path, step: u64) -> PathBuf {

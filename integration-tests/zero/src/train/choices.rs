@@ -18,8 +18,8 @@ use crate::data::{
     tokenizer_checksum,
 };
 use crate::error::CliError;
-use crate::files::absolute;
 use crate::flags::find_model;
+use crate::paths::absolute;
 use crate::settings::args::TrainArgs;
 use crate::settings::epochs;
 use crate::settings::record::{DataRecord, ModelRecord, RunRecord};

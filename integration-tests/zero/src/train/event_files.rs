@@ -25,8 +25,8 @@ use super::tfrecord::{
     read_frame,
 };
 use crate::error::CliError;
-use crate::files::{replace, replace_by};
 use crate::output::counted;
+use crate::paths::{replace, replace_by};
 use zero_trainer::RunOptions;
 
 /// The flag that names the folder.

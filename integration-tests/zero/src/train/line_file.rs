@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use super::aside;
 use super::figures::StepFigures;
 use crate::error::CliError;
-use crate::files::replace;
 use crate::output::counted;
+use crate::paths::replace;
 use zero_trainer::RunOptions;
 
 /// The lines of a kind of file.

@@ -16,8 +16,8 @@ use super::save_folder;
 use crate::config::{Batch, DsConfig};
 use crate::data::place::Place;
 use crate::error::CliError;
-use crate::files::absolute;
 use crate::flags::check_seq_len;
+use crate::paths::absolute;
 use crate::plan;
 use crate::settings::activations::{
     ActivationRecord, NO_MATMUL_TIMING, PARTITION_ACTIVATIONS, RECOMPUTE_GELU, SEQUENCE_PARALLEL,

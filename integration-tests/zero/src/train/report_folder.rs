@@ -9,7 +9,7 @@ use zero_trainer::StepMetrics;
 
 use super::{aside, metrics_file};
 use crate::error::CliError;
-use crate::files::absolute;
+use crate::paths::absolute;
 use crate::settings::record::RUN_JSON;
 
 /// The figures of a report.

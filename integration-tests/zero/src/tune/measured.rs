@@ -13,9 +13,9 @@ use super::place::Place;
 use super::trials::{ResultsFolder, Trial, TrialSetup};
 use super::{BatchTokens, Choice, TuneArgs, Tuned, measured_table, search_most};
 use crate::error::CliError;
-use crate::files::absolute;
 use crate::flags::DTypeFlag;
 use crate::output::{counted, print_note, print_text, progress_bar};
+use crate::paths::absolute;
 use crate::settings::args::DeviceChoice;
 use crate::train::signals;
 

@@ -282,12 +282,12 @@ mod tests {
         let seen = blocks(ROWS);
         let ring = blocks(RING);
         let slices = |blocks: &[zero_alloc::Block<CudaDevice>]| -> Vec<AnySlice> {
-            // SAFETY: the blocks live to the end of the test, which drains both streams; events
-            // order the uses.
-            blocks
-                .iter()
-                .map(|block| unsafe { block.slice() })
-                .collect()
+            let slice = |block: &zero_alloc::Block<CudaDevice>| {
+                // SAFETY: the blocks live to the end of the test, which drains both streams; events
+                // order the uses.
+                unsafe { block.slice() }
+            };
+            blocks.iter().map(slice).collect()
         };
 
         let sources = slices(&sources);

@@ -22,6 +22,7 @@ mod template;
 #[cfg(test)]
 mod tests;
 mod training;
+mod worker;
 
 use std::num::NonZero;
 use std::path::{Path, PathBuf};

@@ -26,22 +26,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use minijinja::Value;
 use parking_lot::Mutex;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::template::{ChatTemplate, Rendered, TemplateSource};
+use super::worker::{self, RENDERING_SECONDS, WORKER_BYTES};
 use crate::data::DataError;
 use crate::error::CliError;
 
 /// The argument that makes the binary a worker.
 const WORKER_COMMAND: &str = "render-templates";
-
-/// Processor time of one rendering.
-const RENDERING_SECONDS: u64 = 1;
-
-/// Memory that a worker may use, beyond that of the program itself.
-const WORKER_BYTES: u64 = 512 << 20;
 
 /// Longest reply to a request of `request_bytes`. Templates repeat tools and messages, and add text
 /// of their own.
@@ -51,9 +45,6 @@ fn max_reply_bytes(request_bytes: usize) -> usize {
 
 /// Whether this program can be started as a worker.
 static APART: AtomicBool = AtomicBool::new(false);
-
-/// Whether this process is a worker.
-static IS_WORKER: AtomicBool = AtomicBool::new(false);
 
 /// Renders chat templates in processes of their own from now on. The program must call
 /// [`serve_templates`] if its only argument is `render-templates`.
@@ -243,8 +234,7 @@ fn reason(status: ExitStatus) -> String {
 /// # Errors
 /// A malformed frame, or a failed system call.
 pub fn serve_templates() -> Result<(), CliError> {
-    limit_memory().map_err(CliError::failure)?;
-    IS_WORKER.store(true, Ordering::Relaxed);
+    worker::begin_worker().map_err(CliError::failure)?;
     serve(&mut io::stdin().lock(), &mut io::stdout().lock()).map_err(CliError::failure)
 }
 
@@ -252,7 +242,7 @@ fn serve(requests: &mut impl Read, replies: &mut impl Write) -> io::Result<()> {
     let Some(source) = read_value::<TemplateSource>(requests)? else {
         return Ok(());
     };
-    start_of_rendering();
+    worker::start_of_rendering();
     let template = match source.compile() {
         Ok(template) => template,
         Err(error) => {
@@ -280,41 +270,6 @@ fn serve(requests: &mut impl Read, replies: &mut impl Write) -> io::Result<()> {
         replies.flush()?;
     }
     Ok(())
-}
-
-/// Limits the memory of this process to what it has and [`WORKER_BYTES`] more.
-fn limit_memory() -> io::Result<()> {
-    let own_bytes = std::fs::read_to_string("/proc/self/statm")
-        .ok()
-        .and_then(|text| text.split(' ').next()?.parse::<u64>().ok())
-        .map_or(0, |pages| pages * rustix::param::page_size() as u64);
-    let Rlimit { current, maximum } = getrlimit(Resource::As);
-    let wanted = own_bytes + WORKER_BYTES;
-    let current = Some(current.map_or(wanted, |current| current.min(wanted)));
-    setrlimit(Resource::As, Rlimit { current, maximum })?;
-    Ok(())
-}
-
-/// Gives a worker [`RENDERING_SECONDS`] of processor time from now; its process then ends by
-/// `SIGPROF`. Does nothing in other processes.
-pub(super) fn start_of_rendering() {
-    if !IS_WORKER.load(Ordering::Relaxed) {
-        return;
-    }
-    let limit = libc::itimerval {
-        it_interval: libc::timeval {
-            tv_sec: 0,
-            tv_usec: 0,
-        },
-        it_value: libc::timeval {
-            tv_sec: RENDERING_SECONDS as libc::time_t,
-            tv_usec: 0,
-        },
-    };
-    // SAFETY: reads `limit`, and the old value is not asked for.
-    unsafe {
-        libc::setitimer(libc::ITIMER_PROF, &raw const limit, std::ptr::null_mut());
-    }
 }
 
 /// A value as JSON, behind its length.

@@ -19,7 +19,7 @@ use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_models::hf::companions::read_json;
 
 use super::line::is_assistant;
-use super::{python, renderer};
+use super::{python, worker};
 use crate::data::DataError;
 
 /// Marks of the begin and the end of a generation block: characters that no text has.
@@ -166,7 +166,7 @@ impl ChatTemplate {
 
     /// Renders messages. The error is the template's own, or minijinja's.
     ///
-    /// A template is a program, which may never end and take any memory; see [`super::renderer`].
+    /// A template is a program, which may never end and take any memory; see [`super::worker`].
     pub(super) fn text(
         &self,
         messages: &[Value],
@@ -176,7 +176,7 @@ impl ChatTemplate {
         let documents = Value::from(());
         let given = context! { messages, tools, documents, add_generation_prompt };
         let special_tokens = Value::from_serialize(&self.special_tokens);
-        renderer::start_of_rendering();
+        worker::start_of_rendering();
         let template = self.environment.get_template("chat");
         let text = template.and_then(|chat| chat.render(context! { ..given, ..special_tokens }));
         text.map_err(|error| {

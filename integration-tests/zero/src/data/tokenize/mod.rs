@@ -5,7 +5,7 @@
 //! or made by the model ([`encoder`]).
 
 mod charsmap;
-mod check;
+
 mod encoder;
 mod fit;
 mod rules;
@@ -13,6 +13,7 @@ mod special;
 pub(super) mod stream;
 #[cfg(test)]
 mod tests;
+mod untrusted;
 mod words;
 
 use std::any::Any;
@@ -29,11 +30,11 @@ use zero_ckpt::files;
 use zero_models::hf::tokenizer_files::{GPT2_FILES, TOKENIZER_FILE, gpt2_files, is_present};
 
 use super::DataError;
-use check::{Parts, check_model};
 use encoder::NamedTokens;
 pub(crate) use fit::check_tokenizer;
 use rules::Rules;
 pub(super) use special::DocumentEnds;
+use untrusted::{Parts, check_model};
 
 /// GPT-2's only special token.
 const END_OF_TEXT: &str = "<|endoftext|>";
