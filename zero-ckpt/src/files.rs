@@ -2,11 +2,11 @@
 //!
 //! Such a folder may hold anything under a familiar name: a link to a device without end, a pipe
 //! without a writer, a link whose target was deleted, a file of terabytes. So all functions here
-//! open regular files only, never wait for the writer of a pipe, and read a bounded number of bytes.
-//! Symbolic links are followed, since Hugging Face's cache consists of them.
+//! open regular files only, never wait for the writer of a pipe, and read a bounded number of
+//! bytes. Symbolic links are followed, since Hugging Face's cache consists of them.
 //!
-//! A name is *absent* only if the folder has no entry of that name. What is there and cannot be read
-//! is an error, never absent: a run that goes on without it would be another run.
+//! A name is *absent* only if the folder has no entry of that name. What is there and cannot be
+//! read is an error, never absent: a run that goes on without it would be another run.
 //!
 //! ```
 //! use zero_ckpt::files;

@@ -339,8 +339,8 @@ fn hash(bytes: &[u8]) -> u64 {
 impl<D: Device> ShardedAdamW<D> {
     /// The settings that all ranks share: dtype, format and home of the state, hyperparameters,
     /// learning rate and schedule, clipping, loss scale, the rules of groups, the group of each
-    /// parameter if [`ParamGroups::assigned`](crate::ParamGroups::assigned) names them, the names of
-    /// the units, and the progress. Not the sizes of shards, which may differ between ranks. A
+    /// parameter if [`ParamGroups::assigned`](crate::ParamGroups::assigned) names them, the names
+    /// of the units, and the progress. Not the sizes of shards, which may differ between ranks. A
     /// program adds its own: seed, data, micro-batches.
     pub fn settings(&self) -> RankSettings {
         // Why without `..`: a new field does not compile until somebody decides whether ranks must

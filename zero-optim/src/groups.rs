@@ -123,7 +123,7 @@ pub struct ParamGroups {
     /// The groups of all elements: the runs follow one another without gaps, over all segments.
     pub runs: Vec<GroupRun>,
     /// The position in `rules` of each parameter, by name, which ranks compare; may be empty. Runs
-    /// cannot be compared, since each rank has those of its own elements.
+    /// cannot be compared, since a rank has those of its elements only.
     pub assigned: Vec<(String, usize)>,
 }
 

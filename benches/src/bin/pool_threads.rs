@@ -1,6 +1,7 @@
 //! The speed of one pool used by several threads, relative to one thread: pairs of allocation and
 //! free, and pairs with one operation enqueued between them. Rounds alternate; the best of each
-//! counts. `pool_threads [PAIRS]`: pairs of a thread, by default a million, and a fifth with operations.
+//! counts. `pool_threads [PAIRS]`: pairs of a thread, by default a million, and a fifth with
+//! operations.
 //!
 //! With fewer cores than threads, each thread runs at most at `cores / threads` of one thread's
 //! speed. The output has this ceiling, and the processor time per pair, to which it does not apply.

@@ -58,8 +58,9 @@ impl Counter {
 
     /// Writes the numbers of [`Self::four`] of [`BLOCK`] / 4 counters from `(high, low)` on.
     ///
-    /// Two words of a counter are one u64, because that is what SIMD multiplies: an iteration has no branch and
-    /// depends on no other, so the loop vectorizes for the target of the function that it is inlined into.
+    /// Two words of a counter are one u64, because that is what SIMD multiplies: an iteration has
+    /// no branch and depends on no other, so the loop vectorizes for the target of the function
+    /// that it is inlined into.
     #[inline(always)]
     pub(crate) fn block(&self, out: &mut [u32; BLOCK], high: u64, low: u64) {
         let mut key = self.key;
@@ -76,7 +77,8 @@ impl Counter {
             for key in keys {
                 let of_left = (left & LOW) * LEFT;
                 let of_right = (right & LOW) * RIGHT;
-                // The halves of a product trade places: the high one, which the key changes, is the first word.
+                // The halves of a product trade places: the high one, which the key changes, is the
+                // first word.
                 left = of_right.rotate_left(32) ^ (left >> 32) ^ key[0];
                 right = of_left.rotate_left(32) ^ (right >> 32) ^ key[1];
             }
@@ -137,7 +139,8 @@ const RIGHT: u64 = 0xcd9e_8d57;
 /// The low word of a u64.
 const LOW: u64 = 0xffff_ffff;
 
-/// Numbers that [`Counter::block`] draws at once: enough independent ones for the multipliers of a core.
+/// Numbers that [`Counter::block`] draws at once: enough independent ones for the multipliers of a
+/// core.
 pub(crate) const BLOCK: usize = 64;
 
 /// Philox4x32-10.

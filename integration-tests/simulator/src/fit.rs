@@ -2,8 +2,8 @@
 //!
 //! It minimises, over `x = ln(parameter / prior)` between bounds, the sum of squares of
 //!
-//! - `sqrt(weight) h(ln(predicted / measured))` for each row, where `h` makes large residuals count linearly
-//!   (pseudo-Huber): one row that was measured on a bad day does not move the fit, and
+//! - `sqrt(weight) h(ln(predicted / measured))` for each row, where `h` makes large residuals count
+//! linearly   (pseudo-Huber): one row that was measured on a bad day does not move the fit, and
 //! - `sqrt(RIDGE) x` for each parameter: one that no row depends on stays at its prior.
 //!
 //! The method is that of Levenberg and Marquardt. A step that leaves the bounds is cut off at them;
@@ -72,9 +72,10 @@ pub fn fit(
     fit_weighted(prior, measured, &vec![1.0; measured.len()], predict)
 }
 
-/// Fits efficiencies, which start at `prior`, to `measured` speeds in tokens per second and GPU, of which each counts as
-/// much as its weight (see [`row_weights`](crate::row_weights)). `predict` returns the speed of a row, an index into `measured`, for efficiencies between [`Efficiencies::LOW`] and
-/// [`Efficiencies::HIGH`]. Equal arguments give equal results.
+/// Fits efficiencies, which start at `prior`, to `measured` speeds in tokens per second and GPU, of
+/// which each counts as much as its weight (see [`row_weights`](crate::row_weights)). `predict`
+/// returns the speed of a row, an index into `measured`, for efficiencies between
+/// [`Efficiencies::LOW`] and [`Efficiencies::HIGH`]. Equal arguments give equal results.
 ///
 /// # Errors
 /// No row, or a speed that is not a finite number above 0.

@@ -45,11 +45,13 @@ pub fn calibration_rows(rows: &[Row], memory_bytes: f64) -> Vec<usize> {
     places.map(|place| order[place]).collect()
 }
 
-/// The weights of all rows of one source and GPU in a fit: each number of GPUs counts alike, and they are 1 on average.
+/// The weights of all rows of one source and GPU in a fit: each number of GPUs counts alike, and
+/// they are 1 on average.
 ///
-/// Why: most published rows are of one node, whose links tell nothing of the network. Unweighted they decide a fit
-/// that then predicts many nodes. Of llm-foundry's rows on up to 64 GPUs, all weighted ones predict those on 128 within 1.5%
-/// (H100) and 1.3% (A100 40 GB) on average, all unweighted ones within 2.2% and 1.6%, eight by the rule within 1.9% and 2.9%.
+/// Why: most published rows are of one node, whose links tell nothing of the network. Unweighted
+/// they decide a fit that then predicts many nodes. Of llm-foundry's rows on up to 64 GPUs, all
+/// weighted ones predict those on 128 within 1.5% (H100) and 1.3% (A100 40 GB) on average, all
+/// unweighted ones within 2.2% and 1.6%, eight by the rule within 1.9% and 2.9%.
 pub fn row_weights(rows: &[Row]) -> Vec<f64> {
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
     for row in rows {

@@ -63,7 +63,7 @@ mod tests {
         let names = || fs::read_dir(dir.path()).unwrap().count();
         replace(&path, b"one").unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
-        // What a killed process left.
+        // A leftover of a killed process.
         fs::write(dir.path().join(".a.b.new"), "half").unwrap();
         replace(&path, b"two").unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"two");

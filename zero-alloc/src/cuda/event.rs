@@ -48,8 +48,8 @@ impl CudaEvent {
         }))
     }
 
-    /// Checks that the event is of the context with the id `device`, for an operation `what` of that
-    /// context.
+    /// Checks that the event is of the context with the id `device`, for an operation `what` of
+    /// that context.
     pub(super) fn check_device(
         &self,
         what: &'static str,

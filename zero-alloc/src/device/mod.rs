@@ -143,8 +143,8 @@ pub unsafe trait Device: Memory + Clone + 'static {
     fn kind(&self) -> DeviceKind;
 
     /// Checks that `stream` is of this device, before the operation `what`. Pools check it of every
-    /// stream that they are passed: a stream that a device does not run beside its own, such as that
-    /// of a [`Recorder`](crate::schedule::Recorder), orders nothing there.
+    /// stream that they are passed: a stream that a device does not run beside its own, such as
+    /// that of a [`Recorder`](crate::schedule::Recorder), orders nothing there.
     ///
     /// # Errors
     /// [`DeviceError::AnotherDevice`] or [`DeviceError::AnotherExecution`].
@@ -257,7 +257,8 @@ pub(crate) fn next_stream_id() -> u64 {
 ///
 /// # Safety
 /// Operations run in the order in which they were enqueued, and not before the events that the
-/// stream waits for: `wait` refuses an event for which it would not wait. Ids are unique in the process.
+/// stream waits for: `wait` refuses an event for which it would not wait. Ids are unique in the
+/// process.
 pub unsafe trait Stream: Clone + Debug + Send + Sync + 'static {
     /// A point in this kind of stream.
     type Event: Event;

@@ -12,10 +12,10 @@ use parking_lot::Mutex;
 use super::{AnySlice, DType, Device, DeviceError, Stream};
 
 /// The reduced gradient of a unit: this rank's shard, or at stage 0 the whole unit, summed over
-/// ranks. The only way to the elements is [`Self::slice_on`], which makes a stream wait for the sum;
-/// the slice that it returns is for this stream. The event of a gradient that was reduced while a
-/// graph was recorded orders nothing after the recording: within the graph and its launches, the
-/// streams do.
+/// ranks. The only way to the elements is [`Self::slice_on`], which makes a stream wait for the
+/// sum; the slice that it returns is for this stream. The event of a gradient that was reduced
+/// while a graph was recorded orders nothing after the recording: within the graph and its
+/// launches, the streams do.
 #[must_use = "pass it to the optimizer, which waits for the gradient"]
 pub struct Reduced<D: Device> {
     slice: AnySlice,
@@ -87,8 +87,8 @@ impl<D: Device> Reduced<D> {
     /// The stream is closed or poisoned.
     ///
     /// # Safety
-    /// The slice is used only by operations that are enqueued on `stream` while this value lives, or
-    /// the caller orders what writes or frees the elements next after its other uses. Uses write
+    /// The slice is used only by operations that are enqueued on `stream` while this value lives,
+    /// or the caller orders what writes or frees the elements next after its other uses. Uses write
     /// only behind [`Self::wait_for_readers`], and before [`Self::record_write`].
     pub unsafe fn slice_on(&self, stream: &D::Stream) -> Result<AnySlice, DeviceError> {
         let mut uses = self.uses.lock();

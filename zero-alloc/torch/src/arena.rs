@@ -374,8 +374,9 @@ impl Arena {
             .store(graphs.open_count(), Ordering::Release);
     }
 
-    /// Ends a graph's use of its pool. The last one frees what the pool kept: launches of the graphs
-    /// may still run on any stream, so the host waits for the device. If that fails, the blocks stay.
+    /// Ends a graph's use of its pool. The last one frees what the pool kept: launches of the
+    /// graphs may still run on any stream, so the host waits for the device. If that fails, the
+    /// blocks stay.
     pub(crate) fn release_graph_pool(&self, id: GraphPoolId) -> Result<(), ArenaError> {
         if self.graphs.lock().frees_at_release(id) {
             interop::synchronize_context(&self.device)?;

@@ -88,8 +88,8 @@ pub(crate) fn guard<R>(
     failed
 }
 
-/// As [`guard`], for calls that free or end something: in a forked child they do nothing, since it is
-/// the parent's.
+/// As [`guard`], for calls that free or end something: in a forked child they do nothing, since it
+/// is the parent's.
 pub(crate) fn guard_end(call: &'static str, body: impl FnOnce() -> Result<(), ArenaError>) {
     if !fork::is_child() {
         guard(call, (), body);

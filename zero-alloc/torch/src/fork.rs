@@ -28,7 +28,8 @@ pub(crate) fn is_child() -> bool {
     IS_CHILD.load(Ordering::Relaxed)
 }
 
-/// Prints a line to stderr without std's lock of it, which another thread may have held at the fork.
+/// Prints a line to stderr without std's lock of it, which another thread may have held at the
+/// fork.
 pub(crate) fn print(text: &str) {
     let stderr = io::stderr().as_fd().try_clone_to_owned();
     if let Ok(stderr) = stderr {

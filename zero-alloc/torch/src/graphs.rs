@@ -30,8 +30,8 @@ pub(crate) enum Recording {
 /// A graph pool in use.
 struct GraphPool {
     id: GraphPoolId,
-    /// The graphs that were recorded into it and are not released: PyTorch begins and releases a pool
-    /// once for each.
+    /// The graphs that were recorded into it and are not released: PyTorch begins and releases a
+    /// pool once for each.
     graphs: usize,
     /// Its freed blocks.
     kept: Vec<Block<CudaDevice>>,
@@ -79,8 +79,8 @@ impl GraphPools {
         self.open.len()
     }
 
-    /// Keeps a freed block until its pool is released. Returns it if that has happened, such as that
-    /// of a result that outlives its graph.
+    /// Keeps a freed block until its pool is released. Returns it if that has happened, such as
+    /// that of a result that outlives its graph.
     pub(crate) fn keep(
         &mut self,
         id: GraphPoolId,

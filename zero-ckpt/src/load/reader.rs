@@ -136,7 +136,8 @@ impl Reader {
     /// Opens the checkpoint `found`, which the file `pointer` of `root` names as `name`.
     ///
     /// # Errors
-    /// As [`Reader::open_listed`]; if `pointer` still has that name, nobody has removed it just now.
+    /// As [`Reader::open_listed`]; if `pointer` still has that name, nobody has removed it just
+    /// now.
     fn open_pointed(root: &Dir, pointer: &str, name: &str, found: &str) -> Result<Self, CkptError> {
         match Self::open_listed(root, found, Vec::new()) {
             Err(CkptError::Removed { .. })
@@ -208,8 +209,8 @@ impl Reader {
         })
     }
 
-    /// Lets a run with `--keep-last` remove the checkpoint, which is otherwise kept until the reader
-    /// is dropped (where the file system has locks).
+    /// Lets a run with `--keep-last` remove the checkpoint, which is otherwise kept until the
+    /// reader is dropped (where the file system has locks).
     pub fn release(&self) {
         self.dir.release();
     }

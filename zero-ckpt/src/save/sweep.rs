@@ -4,8 +4,9 @@
 //! thread, because that can take minutes, in which the other ranks would wait for rank 0. One
 //! thread deletes at a time: while it runs, later saves add their names to its queue.
 //!
-//! Never removed: checkpoints that another process reads, checkpoints and staged files of other runs, staged files of later steps, those of
-//! saves of this process that are still in flight, and names that this crate does not write.
+//! Never removed: checkpoints that another process reads, checkpoints and staged files of other
+//! runs, staged files of later steps, those of saves of this process that are still in flight, and
+//! names that this crate does not write.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -114,8 +115,8 @@ impl Store {
         let mut hidden = Vec::new();
 
         for name in due {
-            // What is being read is removed after a later save. A reader that comes after this
-            // finds the directory locked or moved.
+            // A checkpoint that is being read is removed after a later save. A reader that comes
+            // after this finds the directory locked or moved.
             let directory = self.dir.open_dir(&name);
             if directory.as_ref().is_ok_and(Dir::is_held) {
                 continue;

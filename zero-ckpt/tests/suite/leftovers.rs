@@ -230,7 +230,7 @@ fn one_thread_removes_old_checkpoints() {
     assert_eq!(staged(dir.path()), [""; 0]);
 }
 
-/// What is being read is removed by a save after that.
+/// A checkpoint that is being read is removed by a save after that.
 #[test]
 fn checkpoint_that_is_read_is_kept() {
     let dir = tempfile::tempdir().unwrap();

@@ -75,8 +75,8 @@ impl OwnShard<'_> {
     ///
     /// # Safety
     /// The slice is used only by operations that this call of
-    /// [`ShardSource::fetch`](crate::ShardSource::fetch) enqueues: on its stream, or on streams that
-    /// wait for it before them and that it waits for after them.
+    /// [`ShardSource::fetch`](crate::ShardSource::fetch) enqueues: on its stream, or on streams
+    /// that wait for it before them and that it waits for after them.
     pub unsafe fn slice(&self) -> AnySlice {
         self.slice
     }

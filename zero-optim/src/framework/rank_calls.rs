@@ -160,7 +160,7 @@ pub(super) struct EndOfStep {
     pub(super) stats: RankStats,
     /// The weight of its losses; 0 for means.
     pub(super) weight: f64,
-    /// What all ranks have in common.
+    /// Equal on all ranks, like the rest.
     is_weighted: u64,
     run: u64,
     order: u64,
@@ -262,7 +262,7 @@ impl Uses {
     }
 }
 
-/// What ranks must have in common at the end of a step, in words.
+/// The values that are equal on all ranks at the end of a step, in words.
 pub(super) fn of_step(losses: Losses, lr: f64, uses: &Uses, layout: &Layout) -> RankSettings {
     let mut settings = RankSettings::new();
     settings.push("the kind of losses", losses.name());

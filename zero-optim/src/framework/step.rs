@@ -204,8 +204,8 @@ impl<D: Device> Step<'_, D> {
     ///
     /// # Errors
     /// A parameter has no gradient, micro-batches are missing, ranks differ in the order of units,
-    /// the learning rate or the kind of losses, or a rank failed: nothing was updated. Or the update
-    /// failed. The run has then ended on all ranks.
+    /// the learning rate or the kind of losses, or a rank failed: nothing was updated. Or the
+    /// update failed. The run has then ended on all ranks.
     pub fn end(self, loss: f64) -> Result<StepOutcome, FrameworkError> {
         self.end_with(Losses::Means(loss))
     }

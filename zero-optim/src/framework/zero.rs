@@ -156,8 +156,9 @@ impl<D: Device> Zero<D> {
     /// call it; rank 0 chooses the checkpoint.
     ///
     /// # Errors
-    /// There is no checkpoint, the folder of a rank has another one, or it is of another model: all ranks have the error, and nothing has
-    /// changed. If a file is damaged or a rank fails, the run has ended on all ranks.
+    /// There is no checkpoint, the folder of a rank has another one, or it is of another model: all
+    /// ranks have the error, and nothing has changed. If a file is damaged or a rank fails, the run
+    /// has ended on all ranks.
     pub fn resume(&mut self, folder: impl AsRef<Path>) -> Result<(), FrameworkError> {
         self.core.check()?;
         let reader = self.core.open(folder.as_ref())?;
@@ -165,8 +166,8 @@ impl<D: Device> Zero<D> {
         self.core.or_fail(loaded)
     }
 
-    /// Sets the framework's part of the next checkpoints, such as the position in the data: the same
-    /// on all ranks.
+    /// Sets the framework's part of the next checkpoints, such as the position in the data: the
+    /// same on all ranks.
     pub fn set_state(&mut self, state: serde_json::Value) {
         self.core.state = state;
     }

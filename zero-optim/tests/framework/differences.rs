@@ -126,7 +126,7 @@ fn on_nvme() -> OffloadOptions {
     })
 }
 
-/// What one rank does otherwise in or after a step.
+/// A deviation of one rank in or after a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Deviation {
     /// The least bit of an initial value.
@@ -318,7 +318,7 @@ fn write_into_params(zero: &mut Zero<Host>) -> Result<(), FrameworkError> {
     Ok(rank.compute().synchronize(LIMIT)?)
 }
 
-/// What a rank does; `folders` are those of [`trained`].
+/// Runs a rank; `folders` are those of [`trained`].
 fn deviating(
     comm: ThreadsComm,
     (stage, micro_batches): (ZeroStage, usize),

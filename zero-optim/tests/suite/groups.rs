@@ -481,7 +481,7 @@ fn groups_match_pytorch() {
     }
 }
 
-/// What ranks compare: the format and home of the state, the rules of groups, and who has which.
+/// Ranks compare the format and home of the state, the rules of groups, and who has which.
 #[test]
 fn settings_name_formats_and_groups() {
     let differing = |offload: Option<OffloadOptions>, frozen: bool, group: usize| {

@@ -162,8 +162,8 @@ impl<M: Module> TrainStep<'_, M> {
     ///
     /// # Errors
     /// The stage is 3, which needs a [`Chain`](crate::Chain); a tensor outside of the call keeps a
-    /// parameter, which ends the run on all ranks; an earlier micro-batch of the step has no gradient of a parameter; or a rank
-    /// failed.
+    /// parameter, which ends the run on all ranks; an earlier micro-batch of the step has no
+    /// gradient of a parameter; or a rank failed.
     pub fn backward(&mut self, loss: impl FnOnce(&M) -> Tensor<1>) -> Result<()> {
         if self.stage == ZeroStage::Three {
             return Err(setting(
@@ -216,8 +216,8 @@ impl<M: Module> TrainStep<'_, M> {
     /// the outcome, are means over ranks and micro-batches.
     ///
     /// # Errors
-    /// There was no backward, a parameter has no gradient, micro-batches are missing, a tensor keeps
-    /// a parameter, or a rank failed. The run has then ended on all ranks.
+    /// There was no backward, a parameter has no gradient, micro-batches are missing, a tensor
+    /// keeps a parameter, or a rank failed. The run has then ended on all ranks.
     pub fn end(mut self) -> Result<StepOutcome> {
         self.uses.check(&mut self.step)?;
         match self.loss {

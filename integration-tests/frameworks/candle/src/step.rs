@@ -176,7 +176,8 @@ impl<'s, 'm> TrainStep<'s, 'm> {
     /// [`Self::backward`] runs the block again, so it must return the same values.
     ///
     /// # Errors
-    /// The block failed or ran before in this micro-batch, there is no such unit, or a gather failed.
+    /// The block failed or ran before in this micro-batch, there is no such unit, or a gather
+    /// failed.
     pub fn block(
         &mut self,
         unit: &str,
@@ -209,9 +210,9 @@ impl<'s, 'm> TrainStep<'s, 'm> {
     /// micro-batch; losses and gradients of micro-batches are averaged.
     ///
     /// # Errors
-    /// candle failed, `loss` depends on parameters of another `ZeroAdamW`, on those of a block other
-    /// than by its output, or not on a block; it is from before the last update; a parameter got no
-    /// gradient in the micro-batch before, or a reduction or a gather failed.
+    /// candle failed, `loss` depends on parameters of another `ZeroAdamW`, on those of a block
+    /// other than by its output, or not on a block; it is from before the last update; a parameter
+    /// got no gradient in the micro-batch before, or a reduction or a gather failed.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         if !self.trains {
             bail!("a backward in ZeroAdamW::evaluate, which updates nothing: call ZeroAdamW::step");

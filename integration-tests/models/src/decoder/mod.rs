@@ -366,7 +366,8 @@ impl<A: HostArch> Decoder<A> {
                 }
                 let on_host = |grad: DeviceSlice<f32>| {
                     // SAFETY: `check` found host memory, and that the gradients overlap neither one
-                    // another nor a parameter; their makers promised accesses ordered by the stream.
+                    // another nor a parameter; their makers promised accesses ordered by the
+                    // stream.
                     unsafe { grad.as_host_mut() }
                 };
                 let grads = grads.into_iter().map(on_host).collect();

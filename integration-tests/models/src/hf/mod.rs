@@ -76,7 +76,7 @@ pub enum HfError {
     #[error("{}{hint}", tensors::list(defects))]
     Tensors {
         defects: Vec<TensorDefect>,
-        /// What the files hold instead, and what to do; empty if that is not known.
+        /// The content of the files instead, and the remedy; empty if that is not known.
         hint: String,
     },
     /// The configuration ties the head to the embedding, but the weights have a different head.

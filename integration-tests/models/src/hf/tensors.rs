@@ -79,7 +79,7 @@ pub(super) fn list(defects: &[TensorDefect]) -> String {
 
 /// The names of the parameters in the files of a folder.
 pub(super) struct StoredNames {
-    /// What stands before the names of all tensors, such as `module.` of a wrapper; may be empty.
+    /// The prefix of the names of all tensors, such as `module.` of a wrapper; may be empty.
     wrapper: String,
     /// The tensor of each parameter.
     of_param: HashMap<String, String>,
@@ -191,7 +191,7 @@ impl StoredNames {
     }
 }
 
-/// What stands before the name of the embedding in the files, if the embedding is not there by its
+/// The prefix of the embedding's name in the files, if the embedding is not there by its
 /// own name: `module.` of DistributedDataParallel, `_orig_mod.` of torch.compile, ...
 fn wrappers(weights: &TensorFolder, config: &ModelConfig) -> Vec<String> {
     let embedding = config.embedding_name();
@@ -211,7 +211,7 @@ fn wrappers(weights: &TensorFolder, config: &ModelConfig) -> Vec<String> {
         .collect()
 }
 
-/// What the files hold in place of missing tensors, and what to do.
+/// The content of the files in place of missing tensors, and the remedy.
 fn hint(weights: &TensorFolder, wrappers: &[String], wrapper: &str) -> String {
     let is_adapter = |tensor: &TensorEntry| tensor.name.contains(".lora_");
     if weights.tensors().any(is_adapter) {

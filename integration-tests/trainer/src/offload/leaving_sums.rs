@@ -222,8 +222,8 @@ impl<D: Device> LeavingSums<D> {
         let copies = &self.copies;
         let update = &self.update;
         let leaving = &mut self.leaving[self.next];
-        // SAFETY: copied on the stream, before `copied`, which the next write of the buffer waits for;
-        // where the host uses it, for `added`, too.
+        // SAFETY: copied on the stream, before `copied`, which the next write of the buffer waits
+        // for; where the host uses it, for `added`, too.
         let left = unsafe { reduced.slice_on(copies) }?;
 
         let arrival = |from| Arrival {

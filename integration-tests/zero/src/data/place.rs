@@ -80,7 +80,8 @@ impl Pace {
         from.step + to_end + epochs + (later % epoch).div_ceil(self.step)
     }
 
-    /// The number of rows, or of another row size's `rows`, that are as far in the data as `rows` of
+    /// The number of rows, or of another row size's `rows`, that are as far in the data as `rows`
+    /// of
     /// `earlier`: as many epochs, and the same part of one.
     pub(crate) fn as_far_as(self, earlier: Self, rows: u64) -> u64 {
         let (Some(old), Some(new)) = (earlier.epoch, self.epoch) else {

@@ -3,8 +3,8 @@
 //! A folder has two files for each text and tokenizer, named by a key of their contents:
 //! `KEY.u32.bin` with the tokens, a token file as any other, and `KEY.json`, which describes it. The
 //! description is written last, so that without it there are no tokens. Both are written beside
-//! their names, as `KEY` with six random letters and digits and `.part`, and renamed. Processes of a
-//! machine that want the same tokens wait for the first of them at a lock, `KEY.lock`.
+//! their names, as `KEY` with six random letters and digits and `.part`, and renamed. Processes of
+//! a machine that want the same tokens wait for the first of them at a lock, `KEY.lock`.
 //!
 //! A process that is killed leaves parts, or tokens without a description. Each use of the folder
 //! removes those whose lock no process holds; see [`remove_leftovers`].
@@ -314,9 +314,9 @@ impl<'a> Entry<'a> {
     }
 }
 
-/// Removes what killed processes left in `folder`: files whose name is that of a leftover, whose lock
-/// exists, as this program creates it first, and is held by no process. `held` is the key whose lock
-/// this call's caller holds. A failure leaves the file for the next run.
+/// Removes what killed processes left in `folder`: files whose name is that of a leftover, whose
+/// lock exists, as this program creates it first, and is held by no process. `held` is the key
+/// whose lock this call's caller holds. A failure leaves the file for the next run.
 fn remove_leftovers(folder: &Path, held: Option<&str>) {
     let Ok(entries) = fs::read_dir(folder) else {
         return;

@@ -5,8 +5,8 @@
 //!
 //! Nothing is written before the first step. Then the events of that step and later ones, which a
 //! run before the resume wrote, and an event that a crash cut short are cut off; the later ones are
-//! copied first, to a file whose name TensorBoard passes over. Where nothing is cut, the run goes on
-//! in the newest file. Otherwise it adds a file: a TensorBoard that is open has read the old one
+//! copied first, to a file whose name TensorBoard passes over. Where nothing is cut, the run goes
+//! on in the newest file. Otherwise it adds a file: a TensorBoard that is open has read the old one
 //! past the cut, and the first events of the new one make it drop the steps that are gone.
 //!
 //! A kill at any moment leaves files that this module reads. So a file of events appears with its
@@ -311,7 +311,8 @@ fn event_at(step: u64) -> Event {
     }
 }
 
-/// Moves the events of `step` and later ones to files beside, and opens the file to which `run` adds.
+/// Moves the events of `step` and later ones to files beside, and opens the file to which `run`
+/// adds.
 fn start(dir: &Path, run: &str, step: u64) -> io::Result<File> {
     let last = step.saturating_sub(1);
     let files = scan(dir, last).map_err(io::Error::other)?;

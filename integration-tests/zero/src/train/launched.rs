@@ -29,7 +29,7 @@ const MACHINE_VARIABLES: [[&str; 3]; 4] = [
 /// machine that consecutive ranks do not have.
 ///
 /// # Errors
-/// A variable is no number.
+/// A variable that is not a number.
 fn launched_node_ranks(
     variable: impl Fn(&str) -> Result<Option<usize>, CliError>,
 ) -> Result<Option<usize>, CliError> {
@@ -75,7 +75,7 @@ pub(crate) fn node_ranks(
 /// The number in a variable of the environment.
 ///
 /// # Errors
-/// It is set and is no number.
+/// It is set, but not to a number.
 fn number(name: &str) -> Result<Option<usize>, CliError> {
     let Some(value) = std::env::var_os(name).filter(|value| !value.is_empty()) else {
         return Ok(None);
@@ -101,7 +101,7 @@ fn mpi_ranks_of(
 ) -> Result<usize, CliError> {
     let usage = |why: String| {
         CliError::Usage(format!(
-            "{why}: each process would train a run of its own; start it by the launcher, or unset the variables"
+            "{why}: each process would train alone; start it by the launcher, or unset the variables"
         ))
     };
     let mut found: Option<(usize, &str)> = None;
@@ -119,7 +119,7 @@ fn mpi_ranks_of(
         if rank >= size {
             return Err(usage(format!("{rank_name}={rank}, but {size_name}={size}")));
         }
-        // One launcher starts the other, as a process of its own: `srun -n 1 mpirun -n 4`.
+        // One launcher starts the other, as a separate process: `srun -n 1 mpirun -n 4`.
         if size == 1 {
             continue;
         }
@@ -212,7 +212,7 @@ mod tests {
                 &[(size, 0), (rank, 0)],
             ] {
                 let error = of(variables).unwrap_err();
-                assert!(error.contains("a run of its own"), "{error}");
+                assert!(error.contains("would train alone"), "{error}");
             }
         }
         let both = |sizes: [usize; 2]| {

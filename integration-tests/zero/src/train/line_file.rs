@@ -1,8 +1,8 @@
 //! A file to which a run adds one line a step: `--metrics` and `--csv`. A resumed run appends to it.
 //!
 //! Nothing is written before the first step. Then the lines of that step and later ones, which a
-//! run before the resume wrote, move to a file beside, and a line that a crash cut short is removed:
-//! the lines to keep are written to a new file, which replaces the old one by a rename.
+//! run before the resume wrote, move to a file beside, and a line that a crash cut short is
+//! removed: the lines to keep are written to a new file, which replaces the old one by a rename.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions, TryLockError};

@@ -128,7 +128,7 @@ fn waiting<T>(name: &str, first: Duration, call: impl FnOnce() -> T) -> T {
     })
 }
 
-/// What Open MPI does with a signal to mpirun, unless a setting gives the ranks more time.
+/// The effect of a signal to mpirun under Open MPI, unless a setting gives the ranks more time.
 #[cfg(feature = "mpi")]
 fn open_mpi_notice() -> Option<String> {
     (is_under_open_mpi() && std::env::var_os(OPEN_MPI_LIMIT).is_none()).then(|| {

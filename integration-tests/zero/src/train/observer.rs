@@ -138,8 +138,9 @@ impl Observer {
         self.bar.finish_and_clear();
     }
 
-    /// Measures the machine again after the last step, and completes the steps with the better rate.
-    /// A note says so if the files of steps have utilizations above 100%, which the first rate gave.
+    /// Measures the machine again after the last step, and completes the steps with the better
+    /// rate. A note says so if the files of steps have utilizations above 100%, which the first
+    /// rate gave.
     pub(crate) fn measure_again(&mut self) {
         let Some(rates) = &mut self.rates else {
             return;

@@ -35,8 +35,8 @@ pub(crate) fn reported_steps(dir: &Path) -> impl Iterator<Item = StepMetrics> {
         .filter_map(|step| metrics_file::parse_step(&step.to_string()))
 }
 
-/// Where the figures of a report that has steps after `step` go when a run resumed there replaces
-/// it; `None` if it has none.
+/// The place of the figures of a report that has steps after `step`, when a run resumed there
+/// replaces it; `None` if it has none.
 pub(crate) fn aside(dir: &Path, step: u64) -> Option<PathBuf> {
     let has_later = reported_steps(dir).any(|reported| reported.step > step);
     has_later.then(|| aside::path(&dir.join(SUMMARY), step))

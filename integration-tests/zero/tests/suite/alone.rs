@@ -319,7 +319,7 @@ fn readers_beside_a_run_find_its_newest_checkpoint() {
         }
     }
     saves_at(run, dir, "-TERM", 143);
-    // What a reader held is removed by a later save.
+    // A checkpoint that a reader held is removed by a later save.
     let kept = names(&dir.join("c"))
         .into_iter()
         .filter(|name| name.starts_with("step-"));

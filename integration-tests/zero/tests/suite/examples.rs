@@ -116,8 +116,8 @@ fn resume_goes_on_within_an_epoch() {
     }
 }
 
-/// With steps of another size a run goes on behind the rows that it has trained, ends after the same
-/// epochs, and is then finished at any size of a step.
+/// With steps of another size a run goes on behind the rows that it has trained, ends after the
+/// same epochs, and is then finished at any size of a step.
 #[test]
 fn resume_with_other_steps_keeps_the_place() {
     let dir = temp();

@@ -239,8 +239,8 @@ impl<F: Fn(&'static str) -> Option<String>> Variables<F> {
             })
     }
 
-    /// Checks that no variable of a Slurm step is set, where the number of its tasks is not. A batch
-    /// script is process 0 of no step.
+    /// Checks that no variable of a Slurm step is set, where the number of its tasks is not. A
+    /// batch script is process 0 of no step.
     fn check_no_step(&self) -> Result<(), LaunchError> {
         let process = self.number::<usize>("SLURM_PROCID", "a number")?;
         let is_task = process.is_some_and(|process| process > 0);

@@ -1,7 +1,7 @@
 //! Values of templates as Python prints them, for templates that were written for jinja2.
 //!
 //! minijinja prints a list as JSON and a float without exponent; jinja2 prints `str` of a Python
-//! value, in which strings of lists have quotes of their own.
+//! value, in which strings of lists have quotes.
 
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State};
@@ -40,7 +40,8 @@ fn print(out: &mut Output, _: &State, value: &Value) -> Result<(), Error> {
     written.map_err(Error::from)
 }
 
-/// What jinja2 iterates over: an undefined value has no elements, and none cannot be iterated.
+/// Whether jinja2 iterates over a value: an undefined value has no elements, and none cannot be
+/// iterated.
 fn is_iterable(value: &Value) -> bool {
     is_sequence(value) || value.kind() == ValueKind::Iterable
 }
@@ -441,7 +442,7 @@ mod tests {
         }
     }
 
-    /// What Python 3.11 and jinja2 3.1 print.
+    /// The output of Python 3.11 and jinja2 3.1.
     #[test]
     fn values_are_printed_as_python_does() {
         for (expression, json, expected) in [
@@ -496,7 +497,7 @@ mod tests {
         }
     }
 
-    /// What Python's `json.dumps` writes.
+    /// The output of Python's `json.dumps`.
     #[test]
     fn json_is_that_of_python() {
         let value = r#"{"b": [1.0, 1e16, 1e-7, {}], "a": {"é": "\u0001\"/<", "n": null, "l": []}}"#;

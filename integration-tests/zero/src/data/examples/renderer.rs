@@ -1,11 +1,12 @@
-//! Renders chat templates in processes of their own.
+//! Renders chat templates in separate processes.
 //!
 //! A template is a program of whoever made the model's folder: it may loop without end, double a
 //! string sixty times, nest lists until the stack is full. Bounds on each filter, operator and
 //! method would miss the next one, so the whole rendering is bounded by the system instead: the
-//! binary starts itself as workers (`zero render-templates`), which may use [`RENDERING_SECONDS`] of
-//! processor time for a rendering and [`WORKER_BYTES`] of memory. A worker that exceeds a limit, or
-//! overflows its stack, ends, and the error names the template. A worker serves many conversations.
+//! binary starts itself as workers (`zero render-templates`), which may use [`RENDERING_SECONDS`]
+//! of processor time for a rendering and [`WORKER_BYTES`] of memory. A worker that exceeds a limit,
+//! or overflows its stack, ends, and the error names the template. A worker serves many
+//! conversations.
 //!
 //! Processor time, not the clock: a busy machine does not make a good template fail.
 //!
@@ -46,7 +47,7 @@ fn max_reply_bytes(request_bytes: usize) -> usize {
 /// Whether this program can be started as a worker.
 static APART: AtomicBool = AtomicBool::new(false);
 
-/// Renders chat templates in processes of their own from now on. The program must call
+/// Renders chat templates in separate processes from now on. The program must call
 /// [`serve_templates`] if its only argument is `render-templates`.
 pub fn render_apart() {
     APART.store(true, Ordering::Relaxed);
@@ -147,7 +148,8 @@ struct Worker {
 }
 
 impl Worker {
-    /// Starts a worker for the template in `opening`. The error says what is wrong with the template.
+    /// Starts a worker for the template in `opening`. The error says what is wrong with the
+    /// template.
     fn start(opening: &[u8]) -> Result<Self, String> {
         let start = || -> io::Result<Self> {
             let mut child = Command::new(std::env::current_exe()?)
@@ -172,7 +174,7 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Sends a frame and returns the reply. The error says why there is none.
+    /// Sends a frame and returns the reply. The error is the reason for a missing reply.
     fn call<T: DeserializeOwned>(&mut self, frame: &[u8]) -> Result<Result<T, String>, String> {
         let limit = max_reply_bytes(frame.len());
         let sent = self
@@ -282,7 +284,7 @@ fn to_frame(value: &impl Serialize) -> io::Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// What was read of a pipe.
+/// A read of a pipe.
 enum Frame {
     Whole(Vec<u8>),
     /// Its length, above the limit.

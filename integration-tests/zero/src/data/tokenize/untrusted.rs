@@ -1,4 +1,4 @@
-//! What a tokenizer may do, checked before it is used: a file of a stranger may name rules that crash
+//! Checks a tokenizer before it is used: a file of a stranger may name rules that crash
 //! its library, never end, or make gigabytes of a word.
 //!
 //! | part | checked |
@@ -22,8 +22,8 @@ use tokenizers::{
 
 use super::charsmap;
 
-/// Bytes that the steps of a normalizer or a decoder may make of one. SentencePiece's tables make 11
-/// of one at most, and a space becomes the 3 of `▁`.
+/// Bytes that the steps of a normalizer or a decoder may make of one. SentencePiece's tables make
+/// 11 of one at most, and a space becomes the 3 of `▁`.
 const MAX_GROWTH: usize = 64;
 /// Bytes that a normalizer may put before a text.
 const MAX_PREPENDED_BYTES: usize = 1024;
