@@ -3,7 +3,7 @@
 //! It minimises, over `x = ln(parameter / prior)` between bounds, the sum of squares of
 //!
 //! - `sqrt(weight) h(ln(predicted / measured))` for each row, where `h` makes large residuals count
-//! linearly   (pseudo-Huber): one row that was measured on a bad day does not move the fit, and
+//!   linearly (pseudo-Huber): one row that was measured on a bad day does not move the fit, and
 //! - `sqrt(RIDGE) x` for each parameter: one that no row depends on stays at its prior.
 //!
 //! The method is that of Levenberg and Marquardt. A step that leaves the bounds is cut off at them;
