@@ -8,7 +8,7 @@ use zero_shard::{Layout, ParamSpec, UnitSpec};
 
 use super::agreement::PublishedCheckpoint;
 use crate::format::blocks::shard_pieces;
-use crate::format::tensor_folder::{TensorFolder, read_json_if_present};
+use crate::format::tensor_folder::{SUPPORTED, TensorFolder, read_json_if_present};
 use crate::io::parallel::Source;
 use crate::{CkptError, SaveMeta, StateDtype, StateSpec, Store};
 
@@ -22,7 +22,7 @@ const TOKENIZER: &str = "tokenizer.json";
 /// model.
 ///
 /// # Errors
-/// A file is missing or invalid, a tensor is not fp32, bf16 or fp16, two parameters have one name,
+/// A file is missing or invalid, a tensor is not fp32, bf16, fp16 or fp64, two parameters have one name,
 /// or the save failed.
 pub fn import(
     from: impl AsRef<Path>,
@@ -96,10 +96,10 @@ fn placed<'a>(
         let Some((unit, param)) = place(&tensor.name) else {
             continue;
         };
-        if StateDtype::from_name(&tensor.dtype).is_none() {
+        if !tensor.is_readable() {
             let path = folder.tensor(&tensor.name).map_or(from, |(_, path)| path);
             let why = format!(
-                "tensor {:?} has dtype {}; use F32, BF16 or F16",
+                "tensor {:?} has dtype {}; use {SUPPORTED}",
                 tensor.name, tensor.dtype
             );
             return Err(bad(path, why));

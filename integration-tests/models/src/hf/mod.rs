@@ -2,7 +2,8 @@
 //! checkpoints.
 //!
 //! A **Hugging Face folder** holds `config.json` and either `model.safetensors` or several such
-//! files with `model.safetensors.index.json`. Weights are F32, F16 or BF16. Parameters have
+//! files with `model.safetensors.index.json`. Weights are F32, F16, BF16 or F64, which is rounded to
+//! fp32. Parameters have
 //! Hugging Face's names; the prefix of the model without its head (`transformer.`, `model.`) is
 //! optional in files. A prefix that all tensors carry, as wrappers of a model add it (`module.`,
 //! `_orig_mod.`), is left out, with a warning.
@@ -123,6 +124,9 @@ enum Source {
     Checkpoint(Box<Reader>),
 }
 
+/// The configuration of a model.
+const CONFIG_FILE: &str = "config.json";
+
 /// The state of a checkpoint that holds the weights.
 const MASTER: &str = "master";
 
@@ -133,29 +137,11 @@ impl HfFolder {
     /// # Errors
     /// The first missing or invalid file or tensor.
     pub fn open(path: &Path) -> Result<Self, HfError> {
-        if !path.is_dir() {
-            return Err(HfError::NoFolder {
-                path: path.to_owned(),
-            });
-        }
-
-        let config_path = path.join("config.json");
-        let is_checkpoint = path.join(MANIFEST_NAME).is_file() || has_checkpoints(path)?;
-        if is_checkpoint && !is_present(&config_path)? {
+        if is_of_checkpoints(path)? {
             return Self::open_checkpoint(path);
         }
         check_companions(path)?;
-        let text = files::read_text(&config_path, SMALL_FILE_BYTES);
-        let text = text.map_err(|source| HfError::Read {
-            path: config_path.clone(),
-            source,
-        })?;
-
-        let (config, mut warnings) = ModelConfig::from_hf_json(text.trim_start_matches('\u{feff}'))
-            .map_err(|source| HfError::Config {
-                path: config_path,
-                source,
-            })?;
+        let (config, mut warnings) = read_config(path)?;
 
         if !is_present(&path.join("model.safetensors"))?
             && !is_present(&path.join("model.safetensors.index.json"))?
@@ -190,6 +176,18 @@ impl HfFolder {
         })
     }
 
+    /// The configuration of a folder that [`Self::open`] opens, and warnings about it. No weights
+    /// need to be there, so a model can be planned before it is downloaded.
+    ///
+    /// # Errors
+    /// There is no `config.json` and no checkpoint, or it does not describe a supported model.
+    pub fn config_in(path: &Path) -> Result<(ModelConfig, Vec<String>), HfError> {
+        if !is_of_checkpoints(path)? {
+            return read_config(path);
+        }
+        config_of(&Reader::open(path)?)
+    }
+
     /// Opens the checkpoint of the lowest validation loss in a folder of checkpoints.
     ///
     /// # Errors
@@ -213,12 +211,7 @@ impl HfFolder {
         passed_over: Vec<(String, String)>,
     ) -> Result<Self, HfError> {
         let file = reader.path().join(MANIFEST_NAME);
-        let text = reader.manifest().model_config.to_string();
-        let (config, mut warnings) =
-            ModelConfig::from_hf_json(&text).map_err(|source| HfError::Config {
-                path: file.clone(),
-                source,
-            })?;
+        let (config, mut warnings) = config_of(&reader)?;
 
         warnings.extend(
             passed_over
@@ -374,13 +367,44 @@ impl HfFolder {
     }
 }
 
+/// Whether a folder is a checkpoint or holds some, and no model of Hugging Face's layout.
+fn is_of_checkpoints(path: &Path) -> Result<bool, HfError> {
+    if !path.is_dir() {
+        return Err(HfError::NoFolder {
+            path: path.to_owned(),
+        });
+    }
+    let has_some = path.join(MANIFEST_NAME).is_file() || has_checkpoints(path)?;
+    Ok(has_some && !is_present(&path.join(CONFIG_FILE))?)
+}
+
+/// Reads the `config.json` of a folder.
+fn read_config(dir: &Path) -> Result<(ModelConfig, Vec<String>), HfError> {
+    let path = dir.join(CONFIG_FILE);
+    let text = files::read_text(&path, SMALL_FILE_BYTES).map_err(|source| HfError::Read {
+        path: path.clone(),
+        source,
+    })?;
+    let config = ModelConfig::from_hf_json(text.trim_start_matches('\u{feff}'));
+    config.map_err(|source| HfError::Config { path, source })
+}
+
+/// The configuration of a checkpoint.
+fn config_of(reader: &Reader) -> Result<(ModelConfig, Vec<String>), HfError> {
+    let text = reader.manifest().model_config.to_string();
+    ModelConfig::from_hf_json(&text).map_err(|source| HfError::Config {
+        path: reader.path().join(MANIFEST_NAME),
+        source,
+    })
+}
+
 /// Checks that the files beside the weights that are there can be opened, also those that no one
 /// needs now: a run without them would be another run.
 fn check_companions(dir: &Path) -> Result<(), HfError> {
     for name in COMPANIONS {
         let path = dir.join(name);
         if is_present(&path)? {
-            files::open(&path).map_err(|source| HfError::Read { path, source })?;
+            files::open_content(&path).map_err(|source| HfError::Read { path, source })?;
         }
     }
     Ok(())
