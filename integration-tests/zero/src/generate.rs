@@ -17,7 +17,7 @@ use zero_models::ops::Threads;
 use crate::codec::{Codec, Decoder};
 use crate::data::check_tokenizer;
 use crate::error::CliError;
-use crate::flags::{check_positive, parse_whole};
+use crate::flags::{check_positive, limit_of_positions, parse_whole};
 use crate::output::{bytes, print_note, print_text};
 use crate::settings::record::{RUN_JSON, RunRecord};
 
@@ -123,8 +123,9 @@ pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let positions = config.max_positions();
     if prompt.len() >= positions {
         return Err(CliError::Usage(format!(
-            "the prompt has {} tokens, and the model positions for {positions}: no token can follow; shorten the prompt",
-            HumanCount(prompt.len() as u64)
+            "the prompt has {} tokens, and the model positions for {positions}: no token can follow; shorten the prompt{}",
+            HumanCount(prompt.len() as u64),
+            limit_of_positions(config)
         )));
     }
 

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use super::ConfigError;
 
 /// The file's keys; null counts as missing.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(crate) struct Keys(Map<String, Value>);
 
 impl Keys {
@@ -30,6 +30,11 @@ impl Keys {
     /// The value of a key.
     pub(crate) fn get(&self, key: &'static str) -> Option<&Value> {
         self.0.get(key).filter(|v| !v.is_null())
+    }
+
+    /// Whether a key is there, and null.
+    pub(crate) fn is_null(&self, key: &'static str) -> bool {
+        self.0.get(key).is_some_and(Value::is_null)
     }
 
     /// Checks that a key, if present, has a supported value.

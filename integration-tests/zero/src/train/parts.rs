@@ -319,7 +319,7 @@ impl Sizes {
         let from_batch = from.without_sizes().part(|run| &run.batch);
         let batch = batch::resolve(&from_batch, batches)?;
         let seq_len = batch::seq_len(&from_batch, config.max_positions());
-        check_seq_len(seq_len as u64, Some(config.max_positions() as u64))?;
+        check_seq_len(seq_len as u64, Some(config))?;
         Ok(Self { batch, seq_len })
     }
 
