@@ -12,13 +12,11 @@ use crate::format::tensor_folder::{SUPPORTED, TensorFolder, read_json_if_present
 use crate::io::parallel::Source;
 use crate::{CkptError, SaveMeta, StateDtype, StateSpec, Store};
 
-/// File of the tokenizer.
-const TOKENIZER: &str = "tokenizer.json";
-
 /// Saves the tensors of `from` (see [`TensorFolder::open`]) into `store` as a checkpoint of step 0
 /// whose only state is `master`, in fp32. `place` maps a tensor's name to its unit and parameter,
 /// or to `None` to omit it; units are in the order in which they first occur, by tensor name.
-/// Copies `config.json`, and `tokenizer.json` as a document. Uses a few MiB of memory for any
+/// Copies `config.json`; other files of the model are those of
+/// [`StoreOptions::model_files`](crate::StoreOptions::model_files). Uses a few MiB of memory for any
 /// model.
 ///
 /// # Errors
@@ -62,11 +60,8 @@ pub fn import(
     }];
 
     let model_config = json_beside(from, "config.json")?.unwrap_or_default();
-    let tokenizer = json_beside(from, TOKENIZER)?;
-    let documents = tokenizer.map(|tokenizer| (TOKENIZER.to_owned(), tokenizer));
     let meta = SaveMeta {
         model_config,
-        documents: documents.into_iter().collect(),
         ..SaveMeta::default()
     };
 
