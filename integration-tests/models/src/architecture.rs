@@ -334,6 +334,21 @@ impl ModelConfig {
         self
     }
 
+    /// The same model with the special tokens of another of its architecture, which matter to those
+    /// who generate.
+    pub fn with_special_tokens_of(mut self, other: &Self) -> Self {
+        match (&mut self, other) {
+            (Self::Gpt2(config), Self::Gpt2(other)) => {
+                config.special_tokens.clone_from(&other.special_tokens);
+            }
+            (Self::Llama(config), Self::Llama(other)) => {
+                config.special_tokens.clone_from(&other.special_tokens);
+            }
+            _ => {}
+        }
+        self
+    }
+
     /// Standard deviation of the initial weights.
     pub fn initializer_range(&self) -> f32 {
         each!(self, config => config.initializer_range)

@@ -4,6 +4,8 @@ use serde_json::{Map, Value};
 
 use super::ConfigError;
 
+const SPECIAL_TOKENS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
+
 /// The file's keys; null counts as missing.
 #[derive(Clone, Default)]
 pub(crate) struct Keys(Map<String, Value>);
@@ -30,6 +32,13 @@ impl Keys {
     /// The value of a key.
     pub(crate) fn get(&self, key: &'static str) -> Option<&Value> {
         self.0.get(key).filter(|v| !v.is_null())
+    }
+
+    /// The keys of special tokens that are there. They do not change the model, and its
+    /// `config.json` keeps them.
+    pub(crate) fn special_tokens(&self) -> Vec<(&'static str, Value)> {
+        let present = |key| Some((key, self.get(key)?.clone()));
+        SPECIAL_TOKENS.into_iter().filter_map(present).collect()
     }
 
     /// Whether a key is there, and null.

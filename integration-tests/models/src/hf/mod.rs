@@ -121,7 +121,11 @@ enum Source {
         weights: TensorFolder,
         stored: StoredNames,
     },
-    Checkpoint(Box<Reader>),
+    /// A checkpoint, and the folder with the files of its model.
+    Checkpoint {
+        reader: Box<Reader>,
+        kept: Option<PathBuf>,
+    },
 }
 
 /// The configuration of a model.
@@ -212,6 +216,8 @@ impl HfFolder {
     ) -> Result<Self, HfError> {
         let file = reader.path().join(MANIFEST_NAME);
         let (config, mut warnings) = config_of(&reader)?;
+        let (kept, missing) = kept_files(&reader)?;
+        warnings.extend(missing);
 
         warnings.extend(
             passed_over
@@ -248,7 +254,10 @@ impl HfFolder {
             path: path.to_owned(),
             config,
             warnings,
-            source: Source::Checkpoint(Box::new(reader)),
+            source: Source::Checkpoint {
+                reader: Box::new(reader),
+                kept,
+            },
         })
     }
 
@@ -271,7 +280,16 @@ impl HfFolder {
     pub fn checkpoint(&self) -> Option<&Reader> {
         match &self.source {
             Source::Files { .. } => None,
-            Source::Checkpoint(reader) => Some(reader),
+            Source::Checkpoint { reader, .. } => Some(reader),
+        }
+    }
+
+    /// The folder with the tokenizer, the chat template and the settings of generation; `None` for
+    /// a checkpoint without them.
+    pub fn companions(&self) -> Option<&Path> {
+        match &self.source {
+            Source::Files { .. } => Some(&self.path),
+            Source::Checkpoint { kept, .. } => kept.as_deref(),
         }
     }
 
@@ -282,7 +300,7 @@ impl HfFolder {
                 .tensors()
                 .filter_map(|name| weights.tensor(name))
                 .all(|(tensor, _)| tensor.dtype == StateDtype::BF16.name()),
-            Source::Checkpoint(_) => false,
+            Source::Checkpoint { .. } => false,
         }
     }
 
@@ -291,20 +309,25 @@ impl HfFolder {
     /// # Errors
     /// A file that would name them cannot be used.
     pub fn end_tokens(&self) -> Result<Vec<u32>, HfError> {
-        match &self.source {
-            Source::Files { .. } => companions::end_tokens_in(&self.path),
-            Source::Checkpoint(reader) => {
-                let ends = companions::end_tokens_of(&reader.manifest().model_config);
-                Ok(ends.unwrap_or_default())
+        if let Some(dir) = self.companions() {
+            let ends = companions::end_tokens_in(dir)?;
+            if !ends.is_empty() {
+                return Ok(ends);
             }
         }
+        let configured = self
+            .checkpoint()
+            .map(|reader| &reader.manifest().model_config);
+        Ok(configured
+            .and_then(companions::end_tokens_of)
+            .unwrap_or_default())
     }
 
     /// The unit and the name of the parameter that a tensor of the files is, if the model has it.
     pub fn unit_and_param(&self, tensor: &str) -> Option<(String, String)> {
         let tensor = match &self.source {
             Source::Files { stored, .. } => stored.without_wrapper(tensor)?,
-            Source::Checkpoint(_) => tensor,
+            Source::Checkpoint { .. } => tensor,
         };
         let prefixed = format!("{}{tensor}", self.config.prefix());
         let mut units = self.config.units().into_iter();
@@ -320,11 +343,14 @@ impl HfFolder {
     /// # Errors
     /// The folder cannot be searched.
     pub fn tokenizer(&self) -> Result<Option<PathBuf>, HfError> {
-        let folder = match &self.source {
-            Source::Files { .. } => &self.path,
-            Source::Checkpoint(reader) => reader.path(),
-        };
-        tokenizer_files::tokenizer_in(folder)
+        match &self.source {
+            Source::Files { .. } => tokenizer_files::tokenizer_in(&self.path),
+            Source::Checkpoint {
+                kept: Some(kept), ..
+            } => tokenizer_files::tokenizer_of_kept(kept),
+            // Older versions imported the tokenizer into the checkpoint.
+            Source::Checkpoint { reader, .. } => tokenizer_files::tokenizer_in(reader.path()),
+        }
     }
 
     /// Reads elements `range` of parameter `name` to `out`.
@@ -341,7 +367,7 @@ impl HfFolder {
                 })?;
                 weights.read(stored, range, out)?;
             }
-            Source::Checkpoint(reader) => reader.read_param(MASTER, name, range, out)?,
+            Source::Checkpoint { reader, .. } => reader.read_param(MASTER, name, range, out)?,
         }
         match out.iter().position(|value| !value.is_finite()) {
             None => Ok(()),
@@ -362,8 +388,22 @@ impl HfFolder {
                 .and_then(|stored| weights.tensor(stored))
                 .map_or(&*self.path, |(_, file)| file)
                 .to_owned(),
-            Source::Checkpoint(reader) => reader.path().to_owned(),
+            Source::Checkpoint { reader, .. } => reader.path().to_owned(),
         }
+    }
+}
+
+/// The folder with the files of a checkpoint's model, and a warning if it should be there and is
+/// not.
+///
+/// # Errors
+/// The files are damaged or cannot be read.
+pub fn kept_files(reader: &Reader) -> Result<(Option<PathBuf>, Option<String>), HfError> {
+    match reader.model_files() {
+        Ok(None) => Ok((None, None)),
+        Ok(Some(files)) => Ok((Some(files.folder_in(&reader.store_dir()?)), None)),
+        Err(missing @ CkptError::NoModelFiles { .. }) => Ok((None, Some(missing.to_string()))),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -419,7 +459,9 @@ impl HfFolder {
     pub fn identity(&self) -> u64 {
         let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
         match &self.source {
-            Source::Checkpoint(reader) => digest.update(&reader.selection().crc64.to_le_bytes()),
+            Source::Checkpoint { reader, .. } => {
+                digest.update(&reader.selection().crc64.to_le_bytes())
+            }
             Source::Files { weights, .. } => {
                 digest.update(&machine());
                 for metadata in weights.files().filter_map(|file| fs::metadata(file).ok()) {

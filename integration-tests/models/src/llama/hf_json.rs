@@ -11,9 +11,6 @@ use super::rope::{Rope, Scaling, Yarn};
 use crate::config::ConfigError;
 use crate::config::json::Keys;
 
-/// Keys that are kept for the export, and do not change the model.
-const SPECIAL_TOKENS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
-
 impl Family {
     /// The family of a `model_type`.
     pub(crate) fn of(model_type: &str) -> Option<Self> {
@@ -91,10 +88,7 @@ impl LlamaConfig {
             tied_head: keys.flag("tie_word_embeddings")?.unwrap_or(false),
             initializer_range: keys.number("initializer_range")?.unwrap_or(0.02) as f32,
             attention_dropout: keys.number("attention_dropout")?.unwrap_or(0.0) as f32,
-            special_tokens: SPECIAL_TOKENS
-                .into_iter()
-                .filter_map(|key| Some((key, keys.get(key)?.clone())))
-                .collect(),
+            special_tokens: keys.special_tokens(),
         };
 
         config.validate()?;

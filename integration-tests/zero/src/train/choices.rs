@@ -7,6 +7,7 @@ use std::thread;
 
 use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
+use zero_models::hf::tokenizer_files::tokenizer_of_kept;
 use zero_shard::Layout;
 use zero_trainer::SHARD_ALIGN_ELEMS;
 
@@ -137,6 +138,8 @@ fn part_layout(
 /// The data of a run.
 pub(crate) struct ChosenData {
     source: DataSource,
+    /// The absolute path of the tokenizer, on the machine where the first run read it.
+    recorded_tokenizer: Option<String>,
     rows: RowOptions,
     pub(crate) training: TrainingData,
     /// The validation data.
@@ -151,23 +154,26 @@ impl ChosenData {
     pub(crate) fn open(
         from: &RunSources<'_>,
         model: &ChosenModel,
+        kept: Option<&Path>,
         seq_len: usize,
         notices: &mut Vec<String>,
     ) -> Result<Self, CliError> {
         let args = from.args;
         let folder = model.folder.as_ref();
-        let source = data_source(args, from.recorded, folder)?;
+        let kept = kept.filter(|_| folder.is_none());
+        let (source, recorded_tokenizer) = data_source(args, from.recorded, folder, kept)?;
         let tokenizer = source.tokenizer.clone();
+        let companions = folder.map_or(kept, HfFolder::companions);
         if let Some(tokenizer) = &tokenizer {
-            let folder = folder.map(HfFolder::path);
-            let found = check_tokenizer(tokenizer, folder, model.config.vocab_size());
+            let found = check_tokenizer(tokenizer, companions, model.config.vocab_size());
             notices.extend(found.map_err(CliError::usage)?);
         }
-        let rows = epochs::row_options(from, seq_len, tokenizer, folder.map(HfFolder::path));
+        let rows = epochs::row_options(from, seq_len, tokenizer, companions);
         let (training, held_out) = validation::open(args, &source, &rows)?;
         notices.extend(validation::notices(&training, held_out.as_ref()));
         Ok(Self {
             source,
+            recorded_tokenizer,
             rows,
             training,
             held_out,
@@ -179,7 +185,7 @@ impl ChosenData {
         DataRecord {
             path: absolute(source.path.as_deref().unwrap_or(Path::new("."))),
             default: source.path.is_none() || source.files == FolderFiles::AsDefault,
-            tokenizer: source.tokenizer.as_deref().map(absolute),
+            tokenizer: self.recorded_tokenizer.clone(),
             fingerprint: format!("{:016x}", self.training.fingerprint()),
             tokens: self.training.len_tokens(),
             epochs,
@@ -252,25 +258,31 @@ fn check_paths(args: &TrainArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// The data of the run: that of the flag, of the resumed run, or the text in the current folder.
+/// The data of the run: that of the flag, of the resumed run, or the text in the current folder; and
+/// the path of its tokenizer for the record. `kept` is the folder with the files of the resumed
+/// model.
 fn data_source(
     args: &TrainArgs,
     recorded: Option<&RunRecord>,
     folder: Option<&HfFolder>,
-) -> Result<DataSource, CliError> {
+    kept: Option<&Path>,
+) -> Result<(DataSource, Option<String>), CliError> {
     check_paths(args)?;
     let own = folder.map_or(Ok(None), HfFolder::tokenizer);
     let own = own.map_err(CliError::usage)?;
     let tokenizer = args.tokenizer.clone().or(own);
+    let path_of = |tokenizer: &Option<PathBuf>| tokenizer.as_deref().map(absolute);
 
     let Some(recorded) = recorded.map(|record| &record.data) else {
-        return Ok(DataSource {
+        let recorded_tokenizer = path_of(&tokenizer);
+        let source = DataSource {
             path: args.data.clone(),
             tokenizer,
             files: FolderFiles::All,
             token_cache: token_cache(args),
             threads: tokenizing_threads(args),
-        });
+        };
+        return Ok((source, recorded_tokenizer));
     };
 
     let path = match &args.data {
@@ -285,7 +297,10 @@ fn data_source(
         }
     };
 
-    let tokenizer = match (tokenizer, &recorded.tokenizer) {
+    let of_kept = kept.map_or(Ok(None), tokenizer_of_kept);
+    let of_kept = of_kept.map_err(CliError::usage)?;
+    let is_kept = tokenizer.is_none() && of_kept.is_some();
+    let tokenizer = match (tokenizer.or(of_kept), &recorded.tokenizer) {
         (None, Some(recorded)) if !path.as_deref().is_some_and(is_token_file) => {
             if !Path::new(recorded).exists() {
                 return Err(CliError::Usage(format!(
@@ -304,13 +319,18 @@ fn data_source(
         FolderFiles::All
     };
 
-    Ok(DataSource {
+    let recorded_tokenizer = match is_kept {
+        true => recorded.tokenizer.clone(),
+        false => path_of(&tokenizer),
+    };
+    let source = DataSource {
         path,
         tokenizer,
         files,
         token_cache: token_cache(args),
         threads: tokenizing_threads(args),
-    })
+    };
+    Ok((source, recorded_tokenizer))
 }
 
 /// Where tokens are kept for later runs.
