@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Subcommand};
 use indicatif::HumanCount;
 use zero_ckpt::{
-    Assembled, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, assemble,
-    assemble_step, has_checkpoints, resolve, staged_saves,
+    Assembled, CkptError, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions,
+    assemble, assemble_step, has_checkpoints, resolve, staged_saves,
 };
 
 use crate::error::CliError;
@@ -207,16 +207,26 @@ fn verify(path: &Path) -> Result<(), CliError> {
         print_note(staged);
     }
     note_staged_saves(&store_dir);
+    let kept = match reader.model_files() {
+        Err(missing @ CkptError::NoModelFiles { .. }) => {
+            print_note(missing);
+            None
+        }
+        found => found.map_err(CliError::failure)?,
+    };
+    let kept_files = kept.as_ref().map_or(0, |kept| kept.files().count());
+    let kept_bytes = kept.map_or(0, |kept| kept.bytes());
     let manifest = reader.manifest();
     let bytes: u64 = manifest
         .files
         .iter()
         .map(|f| f.bytes)
         .chain(manifest.documents.iter().map(|d| d.bytes))
+        .chain([kept_bytes])
         .sum();
     let (whole, files) = (
         reader.path().display(),
-        manifest.files.len() + manifest.documents.len(),
+        manifest.files.len() + manifest.documents.len() + kept_files,
     );
 
     if passed_over.is_empty() {

@@ -124,7 +124,8 @@ fn without_tokenizer(run: Option<&RunRecord>, has_reason: bool) -> String {
             "no tokenizer: the run had none, its tokens are bytes or come from a file of tokens"
                 .to_owned()
         }
-        _ => format!("no tokenizer: the model's folder had none; {remedy}"),
+        Some(_) => format!("no tokenizer: the model's folder had none; {remedy}"),
+        None => format!("no tokenizer: the checkpoint has none; {remedy}"),
     }
 }
 

@@ -105,16 +105,17 @@ fn files_are_kept_once() {
 #[test]
 fn damaged_files_are_named() {
     let (files, _dir) = tokenizer(b"tokens");
-    let damages: [(&str, &dyn Fn(&Path)); 5] = [
-        ("damaged", &|path| fs::write(path, "tokenS").unwrap()),
-        ("3 bytes", &|path| fs::write(path, "tok").unwrap()),
-        ("tokenizer.json", &|path| fs::remove_file(path).unwrap()),
-        ("symbolic link", &|path| {
+    type Damage = fn(&Path);
+    let damages: [(&str, Damage); 5] = [
+        ("damaged", |path| fs::write(path, "tokenS").unwrap()),
+        ("3 bytes", |path| fs::write(path, "tok").unwrap()),
+        ("tokenizer.json", |path| fs::remove_file(path).unwrap()),
+        ("symbolic link", |path| {
             let moved = path.with_file_name("moved");
             fs::rename(path, &moved).unwrap();
             symlink(moved, path).unwrap();
         }),
-        ("tokenizer.json", &|path| {
+        ("tokenizer.json", |path| {
             fs::remove_file(path).unwrap();
             fs::create_dir(path).unwrap();
         }),
@@ -140,7 +141,7 @@ fn damaged_files_are_named() {
         alone.join("step-00000001"),
     )
     .unwrap();
-    let reader = Reader::open(&alone.join("step-00000001")).unwrap();
+    let reader = Reader::open(alone.join("step-00000001")).unwrap();
     let error = reader.model_files().unwrap_err();
     assert!(matches!(error, CkptError::NoModelFiles { .. }), "{error}");
     assert!(error.to_string().contains("alone/model-files/"), "{error}");

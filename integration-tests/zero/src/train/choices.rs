@@ -138,8 +138,6 @@ fn part_layout(
 /// The data of a run.
 pub(crate) struct ChosenData {
     source: DataSource,
-    /// The absolute path of the tokenizer, on the machine where the first run read it.
-    recorded_tokenizer: Option<String>,
     rows: RowOptions,
     pub(crate) training: TrainingData,
     /// The validation data.
@@ -161,7 +159,7 @@ impl ChosenData {
         let args = from.args;
         let folder = model.folder.as_ref();
         let kept = kept.filter(|_| folder.is_none());
-        let (source, recorded_tokenizer) = data_source(args, from.recorded, folder, kept)?;
+        let source = data_source(args, from.recorded, folder, kept)?;
         let tokenizer = source.tokenizer.clone();
         let companions = folder.map_or(kept, HfFolder::companions);
         if let Some(tokenizer) = &tokenizer {
@@ -173,7 +171,6 @@ impl ChosenData {
         notices.extend(validation::notices(&training, held_out.as_ref()));
         Ok(Self {
             source,
-            recorded_tokenizer,
             rows,
             training,
             held_out,
@@ -185,7 +182,7 @@ impl ChosenData {
         DataRecord {
             path: absolute(source.path.as_deref().unwrap_or(Path::new("."))),
             default: source.path.is_none() || source.files == FolderFiles::AsDefault,
-            tokenizer: self.recorded_tokenizer.clone(),
+            tokenizer: source.tokenizer.as_deref().map(absolute),
             fingerprint: format!("{:016x}", self.training.fingerprint()),
             tokens: self.training.len_tokens(),
             epochs,
@@ -258,31 +255,27 @@ fn check_paths(args: &TrainArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// The data of the run: that of the flag, of the resumed run, or the text in the current folder; and
-/// the path of its tokenizer for the record. `kept` is the folder with the files of the resumed
-/// model.
+/// The data of the run: that of the flag, of the resumed run, or the text in the current folder.
+/// `kept` is the folder with the files of the resumed model.
 fn data_source(
     args: &TrainArgs,
     recorded: Option<&RunRecord>,
     folder: Option<&HfFolder>,
     kept: Option<&Path>,
-) -> Result<(DataSource, Option<String>), CliError> {
+) -> Result<DataSource, CliError> {
     check_paths(args)?;
     let own = folder.map_or(Ok(None), HfFolder::tokenizer);
     let own = own.map_err(CliError::usage)?;
     let tokenizer = args.tokenizer.clone().or(own);
-    let path_of = |tokenizer: &Option<PathBuf>| tokenizer.as_deref().map(absolute);
 
     let Some(recorded) = recorded.map(|record| &record.data) else {
-        let recorded_tokenizer = path_of(&tokenizer);
-        let source = DataSource {
+        return Ok(DataSource {
             path: args.data.clone(),
             tokenizer,
             files: FolderFiles::All,
             token_cache: token_cache(args),
             threads: tokenizing_threads(args),
-        };
-        return Ok((source, recorded_tokenizer));
+        });
     };
 
     let path = match &args.data {
@@ -299,7 +292,6 @@ fn data_source(
 
     let of_kept = kept.map_or(Ok(None), tokenizer_of_kept);
     let of_kept = of_kept.map_err(CliError::usage)?;
-    let is_kept = tokenizer.is_none() && of_kept.is_some();
     let tokenizer = match (tokenizer.or(of_kept), &recorded.tokenizer) {
         (None, Some(recorded)) if !path.as_deref().is_some_and(is_token_file) => {
             if !Path::new(recorded).exists() {
@@ -319,18 +311,13 @@ fn data_source(
         FolderFiles::All
     };
 
-    let recorded_tokenizer = match is_kept {
-        true => recorded.tokenizer.clone(),
-        false => path_of(&tokenizer),
-    };
-    let source = DataSource {
+    Ok(DataSource {
         path,
         tokenizer,
         files,
         token_cache: token_cache(args),
         threads: tokenizing_threads(args),
-    };
-    Ok((source, recorded_tokenizer))
+    })
 }
 
 /// Where tokens are kept for later runs.

@@ -28,6 +28,7 @@ use super::{event_files, line_file, report_folder};
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
 use crate::model_files::recorded_folder;
+use crate::paths::absolute;
 use crate::settings::args::Output;
 use crate::settings::args::{DeviceChoice, TrainArgs};
 use crate::settings::changes;
@@ -222,6 +223,18 @@ impl Resumed {
         (new_run_id(), resumed_runs)
     }
 
+    /// `now` with the recorded path of the tokenizer, if it is the kept copy that the run reads.
+    fn with_recorded_tokenizer(&self, now: &RunRecord) -> RunRecord {
+        let mut compared = now.clone();
+        if let (Some(kept), Some(record)) = (&self.kept, &self.record)
+            && let Some(tokenizer) = &now.data.tokenizer
+            && Path::new(tokenizer).starts_with(absolute(kept))
+        {
+            compared.data.tokenizer.clone_from(&record.data.tokenizer);
+        }
+        compared
+    }
+
     /// Notes about the settings of `now` that differ from those of the run that saved the
     /// checkpoint.
     pub(crate) fn differences(&self, now: &RunRecord) -> Vec<String> {
@@ -240,10 +253,11 @@ impl Resumed {
             );
         }
 
+        let compared = self.with_recorded_tokenizer(now);
         let changed = self
             .record
             .as_ref()
-            .map(|record| changes::between(record, now))
+            .map(|record| changes::between(record, &compared))
             .unwrap_or_default();
         notices.extend(
             changed
