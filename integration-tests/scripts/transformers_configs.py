@@ -75,6 +75,8 @@ def variants():
         ("llama", "attention_bias", dict(attention_bias=True)),
         ("llama", "mlp_bias", dict(mlp_bias=True)),
         ("llama", "rms_norm_eps", dict(rms_norm_eps=1e-3)),
+        ("llama", "weights in fp64", dict(dtype=torch.float64)),
+        ("llama", "weights in bf16", dict(dtype=torch.bfloat16)),
         ("mistral", "without a window", dict(sliding_window=None)),
         ("mistral", "window", dict(sliding_window=7)),
         ("mistral", "long window", dict(sliding_window=400)),
@@ -176,7 +178,8 @@ def edit(config, edits):
 
 def save(folder, family, keys, edits, seed):
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **keys), dtype=torch.float32)
+    dtype = keys.pop("dtype", torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **keys), dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -230,7 +233,7 @@ def ours(zero, folder, work, tokens):
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     loss = next(step["loss"] for step in steps if "loss" in step)
     ids = ",".join(map(str, tokens[:PROMPT]))
-    out, _ = run(zero, "generate", "--model", folder, "--token-ids", ids, "--tokens", TOKENS, "--json")
+    out, _ = run(zero, "generate", "--model", folder, "--token-ids", ids, "--tokens", TOKENS, "--json", "--dtype", "fp32")
     return loss, json.loads(out)["tokens"], "replaces" in notes
 
 

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! With them a folder of checkpoints needs no other folder of the machine that it was made on. The
-//! id is the checksum of the list, so that a run never overwrites the files of another model: other
+//! id is a checksum of the list, so that a run never overwrites the files of another model: other
 //! files have another folder. A folder gets its name by one rename, when it is whole.
 //!
 //! ```
@@ -47,8 +47,8 @@ use crate::{CkptError, Reader, files};
 /// The document of a checkpoint that lists the files.
 pub const MODEL_FILES_JSON: &str = "model-files.json";
 
-/// The folder of all kept files.
-const FOLDER: &str = "model-files";
+/// The folder of all kept files, beside checkpoints.
+pub const MODEL_FILES_FOLDER: &str = "model-files";
 /// Prefix of a folder that is not whole.
 const PARTIAL: &str = ".partial.";
 
@@ -135,7 +135,7 @@ impl ModelFiles {
 
     /// The folder in which they are kept beside the checkpoints of `store_dir`.
     pub fn folder_in(&self, store_dir: &Path) -> PathBuf {
-        store_dir.join(FOLDER).join(self.id())
+        store_dir.join(MODEL_FILES_FOLDER).join(self.id())
     }
 
     /// The bytes of all files.
@@ -155,7 +155,12 @@ impl ModelFiles {
 
     /// The name of their folder.
     fn id(&self) -> String {
-        format!("{:016x}", checksum(self.document().to_string().as_bytes()))
+        let line = |file: &ModelFile| {
+            let DocumentRecord { name, bytes, crc64 } = &file.record;
+            format!("{name} {bytes} {crc64:016x}\n")
+        };
+        let lines: String = self.files.iter().map(line).collect();
+        format!("{:016x}", checksum(lines.as_bytes()))
     }
 
     /// The files of a checkpoint's list, in `store_dir`.
@@ -181,6 +186,9 @@ impl ModelFiles {
         if self.files.len() > MAX_FILES {
             return Err(format!("{} files, at most {MAX_FILES}", self.files.len()));
         }
+        if !self.files.is_sorted_by_key(|file| &file.record.name) {
+            return Err("the names are not in order".to_owned());
+        }
         let mut names = BTreeSet::new();
         for DocumentRecord { name, bytes, .. } in self.files.iter().map(|file| &file.record) {
             let parts: Vec<&str> = name.split('/').collect();
@@ -205,7 +213,7 @@ impl ModelFiles {
     /// # Errors
     /// A file has changed since it was read, the kept ones are damaged, or a system call failed.
     pub(crate) fn keep(&self, dir: &Dir) -> Result<(), CkptError> {
-        let all = dir.create_dir(FOLDER)?;
+        let all = dir.create_dir(MODEL_FILES_FOLDER)?;
         let left = all.names()?;
         for name in left.iter().filter(|name| name.starts_with(PARTIAL)) {
             all.remove(name, &AtomicU64::new(0))?;
@@ -302,7 +310,7 @@ impl Reader {
         let list: List = serde_json::from_value(document).map_err(|e| bad(e.to_string()))?;
         let listed = ModelFiles::of_list(list, store_dir).map_err(bad)?;
         let dir = Dir::open(store_dir)?
-            .open_dir(FOLDER)
+            .open_dir(MODEL_FILES_FOLDER)
             .and_then(|all| all.open_dir(&listed.id()));
         match dir {
             Ok(dir) => listed.verify(&dir).map(|()| Some(listed)),

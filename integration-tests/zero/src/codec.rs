@@ -29,7 +29,7 @@ impl Codec {
         }
     }
 
-    /// That of the tokenizer, of bytes, or of numbers: for a prompt that is tokens.
+    /// The codec for a prompt of tokens: that of the tokenizer, of bytes, or else of numbers.
     pub(crate) fn of_tokens(tokenizer: Option<PathBuf>, vocab: usize) -> Result<Self, CliError> {
         match tokenizer {
             None if vocab > MAX_BYTE_VOCAB => Ok(Self::Numbers),

@@ -33,11 +33,11 @@ pub(crate) fn recorded_folder(run: &RunRecord) -> Option<PathBuf> {
     folder.is_dir().then_some(folder)
 }
 
-/// What is exported with the weights of a checkpoint.
+/// The files that are exported with the weights of a checkpoint.
 pub(crate) struct Exported {
     pub(crate) files: ModelFiles,
     pub(crate) config: Value,
-    /// What the export lacks, a line each.
+    /// Shortcomings of the export, a line each.
     pub(crate) lacks: Vec<String>,
 }
 

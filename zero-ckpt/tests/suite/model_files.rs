@@ -179,6 +179,10 @@ fn hostile_list_is_refused() {
             "1099511627776 bytes",
         ),
         (json!({"files": many}), "300 files"),
+        (
+            json!({"files": [file("b", 1), file("a", 1)]}),
+            "not in order",
+        ),
         (json!({"files": 7}), "invalid type"),
         (json!([]), "model-files.json"),
     ] {

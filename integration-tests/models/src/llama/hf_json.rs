@@ -2,7 +2,7 @@
 //!
 //! transformers has moved keys: the rotary embedding is `rope_theta` and `rope_scaling`, or
 //! `rope_parameters` since version 5. Both are read; the first is written, which all versions read.
-//! Where a file has both, `rope_scaling` replaces `rope_parameters`, as in transformers.
+//! In a file with both, `rope_scaling` replaces `rope_parameters`, as in transformers.
 
 use serde_json::{Map, Value, json};
 
@@ -487,7 +487,7 @@ mod tests {
         assert_eq!(rope, linear(5e5));
         assert!(warning.ends_with("as in transformers"), "{warning}");
 
-        // What Python takes for false replaces nothing.
+        // Null and an empty object are false in Python, and replace nothing.
         for none in [Value::Null, json!({})] {
             let (rope, warning) = both(named.clone(), none.clone(), Value::Null);
             assert_eq!((rope, warning.as_str()), (Rope::new(5e5), ""));

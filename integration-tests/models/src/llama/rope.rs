@@ -302,3 +302,42 @@ fn check_original(positions: usize) -> Result<(), ConfigError> {
         _ => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn table_has_the_attention_factor() {
+        let yarn = Yarn {
+            factor: 4.0,
+            original_positions: 16,
+            attention_factor: Some(0.5),
+            beta_fast: None,
+            beta_slow: None,
+            mscale: None,
+            mscale_all_dim: None,
+            truncate: true,
+        };
+        let rope = Rope {
+            theta: 100.0,
+            scaling: Scaling::Yarn(yarn),
+        };
+        let mut table = [9.0; 3 * 4];
+        rope.fill(&mut table, 4);
+        let frequencies = rope.frequencies(4);
+        assert_ne!(frequencies, Rope::new(100.0).frequencies(4));
+        for (position, row) in table.chunks_exact(4).enumerate() {
+            let angles = [0, 1].map(|i| position as f32 * frequencies[i]);
+            let expected = [
+                angles[0].cos(),
+                angles[1].cos(),
+                angles[0].sin(),
+                angles[1].sin(),
+            ];
+            for (got, expected) in row.iter().zip(expected) {
+                assert!((got - 0.5 * expected).abs() < 1e-6, "{got}, {expected}");
+            }
+        }
+    }
+}

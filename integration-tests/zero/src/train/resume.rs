@@ -461,7 +461,7 @@ impl Resumed {
                 .with_initializer_range(own.initializer_range())
                 .with_dropout_of(own);
             let (own, config): (serde_json::Value, _) = (json(own), json(&config));
-            // Who generates asks for them, and older versions recorded others.
+            // They matter to generation only, and older versions recorded others.
             let skips = |key: &str| ["bos_token_id", "eos_token_id"].contains(&key);
             changes::compare("", &own, &config, &skips, &mut differences);
         }

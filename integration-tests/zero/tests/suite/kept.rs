@@ -155,6 +155,34 @@ fn no_other_folder_is_needed() {
 
     assert_eq!(generate(dir.path(), ["--checkpoint", saves]), text);
     assert_eq!(generate(dir.path(), ["--model", saves]), text);
+    let inspect = ["data", "inspect", "--model", saves, "--data", "chats.jsonl"];
+    assert!(succeeds(&zero(dir.path(), &inspect)).contains("<|im_start|>assistant"));
+    // They are no text to train on.
+    fs::write(
+        at("elsewhere/a/text.txt"),
+        "A text that is long enough for a row of tokens.",
+    )
+    .unwrap();
+    let notes = succeeds(&zero(
+        dir.path(),
+        &[
+            "train",
+            "--data",
+            saves,
+            "--model",
+            "nano",
+            "--steps",
+            "1",
+            "--seq-len",
+            "8",
+            "--micro-batch",
+            "1",
+            "--ranks",
+            "1",
+            "--no-checkpoint",
+        ],
+    ));
+    assert!(notes.contains("a: 1 text file ("), "{notes}");
     let export = ["ckpt", "export", saves, "out", "--dtype", "bf16"];
     let out = succeeds(&zero(dir.path(), &export));
     assert!(!out.contains("lacks"), "{out}");
