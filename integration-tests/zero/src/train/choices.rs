@@ -158,7 +158,6 @@ impl ChosenData {
     ) -> Result<Self, CliError> {
         let args = from.args;
         let folder = model.folder.as_ref();
-        let kept = kept.filter(|_| folder.is_none());
         let source = data_source(args, from.recorded, folder, kept)?;
         let tokenizer = source.tokenizer.clone();
         let companions = folder.map_or(kept, HfFolder::companions);

@@ -244,6 +244,38 @@ fn other_tokenizer_is_kept_apart() {
     assert!(at("out/generation_config.json").exists());
 }
 
+/// A run on tokens needs a tokenizer for its samples only.
+#[test]
+fn samples_of_a_resumed_run_have_text() {
+    let dir = temp();
+    write_model(&dir.path().join("model"));
+    let tokens = LLAMA.data("tokens.u16.bin").display().to_string();
+    let samples = ["--sample-prompt", "What is", "--sample-tokens", "4"];
+    let first = [
+        "--data",
+        &tokens,
+        "--model",
+        "model",
+        "--checkpoint",
+        "c",
+        "--steps",
+        "1",
+    ];
+    let first = [
+        &first[..],
+        &["--seq-len", "32", "--micro-batch", "1", "--ranks", "1"],
+        &samples,
+    ]
+    .concat();
+    succeeds(&zero(dir.path(), &[&["train"], &first[..]].concat()));
+    fs::remove_dir_all(dir.path().join("model")).unwrap();
+    let out = succeeds(&zero(
+        dir.path(),
+        &["train", "--resume", "c", "--steps", "2"],
+    ));
+    assert!(out.contains("What is"), "{out}");
+}
+
 #[test]
 fn damaged_files_are_named() {
     let dir = temp();
