@@ -99,10 +99,10 @@ pub struct ExportReport {
 
 impl Reader {
     /// Writes the parameters of one state to `out`, a new or empty directory: `model.safetensors`,
-    /// or several files and `model.safetensors.index.json`; `config.json` if the checkpoint has one;
-    /// and the other files of the model. Verifies every byte; uses about 20 MiB of memory for any model. Unfinished files are in a
-    /// separate directory, `out` + `.partial.` + random digits (inside `out` if that exists), which
-    /// is removed on failure.
+    /// or several files and `model.safetensors.index.json`; `config.json` if the checkpoint has
+    /// one; and the other files of the model. Verifies every byte; uses about 20 MiB of memory for
+    /// any model. Unfinished files are in a separate directory, `out` + `.partial.` + random digits
+    /// (inside `out` if that exists), which is removed on failure.
     ///
     /// # Errors
     /// No such state, `out` is not empty, the checkpoint is damaged, or a system call failed.

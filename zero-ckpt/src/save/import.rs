@@ -20,8 +20,8 @@ use crate::{CkptError, SaveMeta, StateDtype, StateSpec, Store};
 /// model.
 ///
 /// # Errors
-/// A file is missing or invalid, a tensor is not fp32, bf16, fp16 or fp64, two parameters have one name,
-/// or the save failed.
+/// A file is missing or invalid, a tensor is not fp32, bf16, fp16 or fp64, two parameters have one
+/// name, or the save failed.
 pub fn import(
     from: impl AsRef<Path>,
     store: &Store,
