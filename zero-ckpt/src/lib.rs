@@ -17,6 +17,7 @@ pub mod format;
 mod io;
 mod job;
 mod load;
+mod model_files;
 mod save;
 
 pub use error::CkptError;
@@ -34,6 +35,7 @@ pub use load::reader::Reader;
 pub use load::resharding::View;
 pub use load::resolve::{Resolved, count_checkpoints, has_checkpoints, resolve};
 pub use load::verify::VerifyReport;
+pub use model_files::{MODEL_FILES_FOLDER, MODEL_FILES_JSON, ModelFiles};
 pub use save::agreement::{PublishedCheckpoint, StagedFile};
 pub use save::assemble::{Assembled, assemble, assemble_step};
 pub use save::background::{BackgroundStore, Fence, StagingSlice};

@@ -93,7 +93,11 @@ fn open(args: &InspectArgs) -> Result<TrainingData, CliError> {
     let own = own.map_err(CliError::usage)?;
     let tokenizer = args.tokenizer.clone().or(own);
     if let Some((tokenizer, (config, _))) = tokenizer.as_ref().zip(found.as_ref()) {
-        let checked = check_tokenizer(tokenizer, folder.map(HfFolder::path), config.vocab_size());
+        let checked = check_tokenizer(
+            tokenizer,
+            folder.and_then(HfFolder::companions),
+            config.vocab_size(),
+        );
         notices.extend(checked.map_err(CliError::usage)?);
     }
     for notice in &notices {
@@ -107,7 +111,7 @@ fn open(args: &InspectArgs) -> Result<TrainingData, CliError> {
         text: true,
         encoder: EncoderSource {
             tokenizer: tokenizer.clone(),
-            folder: folder.map(|folder| folder.path().to_owned()),
+            folder: folder.and_then(HfFolder::companions).map(Path::to_owned),
             ..EncoderSource::now()
         },
     };

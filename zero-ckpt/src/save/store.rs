@@ -44,7 +44,7 @@ use crate::io::dir::{Dir, is_plain};
 use crate::io::lock::Lock;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
 use crate::io::parallel::{self, Source};
-use crate::{CkptError, Exchange, ModelSpec, Piece, ShardData, StateSpec};
+use crate::{CkptError, Exchange, ModelFiles, ModelSpec, Piece, ShardData, StateSpec};
 
 /// A point of the save protocol at which tests interrupt a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -111,6 +111,8 @@ pub struct StoreOptions {
     /// by a rank, or no step of the publication done. At most the time limit of the communicator,
     /// of which a quarter is the longest interval between messages.
     pub stall_limit: Duration,
+    /// Files to keep beside the checkpoints, which list them.
+    pub model_files: Option<ModelFiles>,
 }
 
 impl Default for StoreOptions {
@@ -120,6 +122,7 @@ impl Default for StoreOptions {
             run: None,
             resumed_runs: Vec::new(),
             stall_limit: STALL_LIMIT,
+            model_files: None,
         }
     }
 }
@@ -150,6 +153,14 @@ impl StoreOptions {
     #[must_use]
     pub fn stall_limit(mut self, stall_limit: Duration) -> Self {
         self.stall_limit = stall_limit;
+        self
+    }
+
+    /// Sets `model_files`; without any file, none are kept.
+    #[must_use]
+    pub fn model_files(mut self, model_files: impl Into<Option<ModelFiles>>) -> Self {
+        let files: Option<ModelFiles> = model_files.into();
+        self.model_files = files.filter(|files| !files.is_empty());
         self
     }
 
@@ -260,7 +271,7 @@ impl Store {
     ///
     /// # Errors
     /// The directory cannot be created or written, another run has locked it ([`CkptError::Busy`]),
-    /// or the name of the run is not a plain name.
+    /// the files of the model cannot be kept, or the name of the run is not a plain name.
     pub fn create(
         path: impl AsRef<Path>,
         rank: u64,
@@ -283,6 +294,9 @@ impl Store {
         let probe = format!("probe.{}", random());
         staging.write_new(&probe, b"")?;
         let _ = staging.remove_file(&probe);
+        if let Some(files) = options.model_files.as_ref().filter(|_| rank == 0) {
+            files.keep(&dir)?;
+        }
         let published = if rank == 0 {
             catalog::list(&dir)?.0
         } else {

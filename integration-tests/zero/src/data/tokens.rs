@@ -90,7 +90,7 @@ impl Tokens {
             source,
         };
 
-        let (file, bytes) = files::open(path).map_err(read)?;
+        let (file, bytes) = files::open_content(path).map_err(read)?;
         if bytes == 0 {
             return Err(DataError::Empty {
                 path: path.to_owned(),

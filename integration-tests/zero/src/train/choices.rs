@@ -7,6 +7,7 @@ use std::thread;
 
 use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
+use zero_models::hf::tokenizer_files::tokenizer_of_kept;
 use zero_shard::Layout;
 use zero_trainer::SHARD_ALIGN_ELEMS;
 
@@ -151,19 +152,20 @@ impl ChosenData {
     pub(crate) fn open(
         from: &RunSources<'_>,
         model: &ChosenModel,
+        kept: Option<&Path>,
         seq_len: usize,
         notices: &mut Vec<String>,
     ) -> Result<Self, CliError> {
         let args = from.args;
         let folder = model.folder.as_ref();
-        let source = data_source(args, from.recorded, folder)?;
+        let source = data_source(args, from.recorded, folder, kept)?;
         let tokenizer = source.tokenizer.clone();
+        let companions = folder.map_or(kept, HfFolder::companions);
         if let Some(tokenizer) = &tokenizer {
-            let folder = folder.map(HfFolder::path);
-            let found = check_tokenizer(tokenizer, folder, model.config.vocab_size());
+            let found = check_tokenizer(tokenizer, companions, model.config.vocab_size());
             notices.extend(found.map_err(CliError::usage)?);
         }
-        let rows = epochs::row_options(from, seq_len, tokenizer, folder.map(HfFolder::path));
+        let rows = epochs::row_options(from, seq_len, tokenizer, companions);
         let (training, held_out) = validation::open(args, &source, &rows)?;
         notices.extend(validation::notices(&training, held_out.as_ref()));
         Ok(Self {
@@ -253,10 +255,12 @@ fn check_paths(args: &TrainArgs) -> Result<(), CliError> {
 }
 
 /// The data of the run: that of the flag, of the resumed run, or the text in the current folder.
+/// `kept` is the folder with the files of the resumed model.
 fn data_source(
     args: &TrainArgs,
     recorded: Option<&RunRecord>,
     folder: Option<&HfFolder>,
+    kept: Option<&Path>,
 ) -> Result<DataSource, CliError> {
     check_paths(args)?;
     let own = folder.map_or(Ok(None), HfFolder::tokenizer);
@@ -285,7 +289,9 @@ fn data_source(
         }
     };
 
-    let tokenizer = match (tokenizer, &recorded.tokenizer) {
+    let of_kept = kept.map_or(Ok(None), tokenizer_of_kept);
+    let of_kept = of_kept.map_err(CliError::usage)?;
+    let tokenizer = match (tokenizer.or(of_kept), &recorded.tokenizer) {
         (None, Some(recorded)) if !path.as_deref().is_some_and(is_token_file) => {
             if !Path::new(recorded).exists() {
                 return Err(CliError::Usage(format!(

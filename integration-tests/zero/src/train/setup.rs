@@ -160,6 +160,7 @@ impl RunSetup {
             run_id,
             resumed_runs,
             documents: [(RUN_JSON.to_owned(), record.document())].into(),
+            model_files: parts.model_files,
             breakdown,
             log_memory: breakdown || args.report.is_some(),
         };

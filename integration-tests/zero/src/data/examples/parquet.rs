@@ -19,7 +19,7 @@ use crate::data::DataError;
 /// # Errors
 /// The file is not parquet, or has no such column. An item is an error if a page cannot be read.
 pub(super) fn lines(path: &Path) -> Result<Lines, DataError> {
-    let (file, _) = files::open(path).map_err(|source| DataError::Read {
+    let (file, _) = files::open_content(path).map_err(|source| DataError::Read {
         path: path.to_owned(),
         source,
     })?;

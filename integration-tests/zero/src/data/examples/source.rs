@@ -95,7 +95,7 @@ pub(super) fn lines(path: &Path) -> Result<Lines, DataError> {
 }
 
 fn json_lines(path: &Path) -> Result<Lines, DataError> {
-    let opened = zero_ckpt::files::open(path);
+    let opened = zero_ckpt::files::open_content(path);
     let path = path.to_owned();
     let failed = move |source| DataError::Read {
         path: path.clone(),
