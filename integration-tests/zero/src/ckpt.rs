@@ -16,7 +16,7 @@ use zero_ckpt::{
 use crate::error::CliError;
 use crate::flags::{DTypeFlag, parse_bytes};
 use crate::output::{print_note, print_text};
-use crate::settings::record::{RUN_JSON, RunRecord};
+use crate::settings::record::RunRecord;
 use zero_models::hf::HfFolder;
 use zero_models::hf::companions::COMPANIONS;
 use zero_models::hf::tokenizer_files::is_present;
@@ -137,8 +137,9 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
                 .state(state)
                 .dtype(dtype)
                 .max_file_bytes(max_shard_size);
+            let run = RunRecord::of(&reader)?;
             let done = reader.export(&out, &options).map_err(CliError::failure)?;
-            let copied = export_companions(&reader, &out)?;
+            let copied = run.map_or(Ok(String::new()), |run| export_companions(run, &out))?;
             print_text(format!(
                 "{} tensors of step {}, {} bytes, in {} file(s) in {}{copied}\n",
                 done.tensors,
@@ -154,12 +155,7 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
 
 /// Copies the files of the tokenizer and for generation that the run's first model and data had, and
 /// says which.
-fn export_companions(reader: &Reader, out: &Path) -> Result<String, CliError> {
-    let document = reader.document(RUN_JSON).map_err(CliError::failure)?;
-    let Some(run) = document.and_then(|document| RunRecord::parse(document).ok()) else {
-        return Ok(String::new());
-    };
-
+fn export_companions(run: RunRecord, out: &Path) -> Result<String, CliError> {
     let weights = PathBuf::from(run.model.weights);
     let tokenizer = run.data.tokenizer.map(PathBuf::from).unwrap_or_default();
     let mut copied = Vec::new();
@@ -385,6 +381,33 @@ mod tests {
             "{error}"
         );
         assert!(zero_ckpt(&["inspect".as_ref(), dir.path()]).is_err());
+    }
+
+    /// Without its settings the export would have no tokenizer, and nobody would know.
+    #[test]
+    fn export_with_other_settings_is_an_error() {
+        use zero_ckpt::{SaveMeta, ShardData, SingleRank};
+        use zero_shard::{Layout, ParamSpec, UnitSpec};
+
+        let dir = tempfile::tempdir().unwrap();
+        let layout =
+            Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
+        let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
+        let mut shard = ShardData::new(&layout, 0).unwrap();
+        shard.storage_f32("master", &[1.0, 2.0, 3.0]).unwrap();
+        let document = ("run.json".to_owned(), serde_json::json!({"format": 2}));
+        let meta = SaveMeta::default().documents([document].into());
+        store.save(&meta, &shard, &mut SingleRank).unwrap();
+
+        let out = dir.path().join("out");
+        let error = zero_ckpt(&["export".as_ref(), dir.path(), &out]).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        let error = error.to_string();
+        assert!(
+            error.contains("invalid run.json: format 2 is not supported"),
+            "{error}"
+        );
+        assert!(!out.exists());
     }
 
     #[test]
