@@ -136,9 +136,9 @@ pub enum DataError {
     Foreign {
         /// The file.
         path: PathBuf,
-        /// What it is.
+        /// Its kind, with an article.
         what: String,
-        /// What to do.
+        /// The remedy.
         remedy: String,
     },
     /// A file of tokens that is not what its header or its name says.
@@ -151,7 +151,7 @@ pub enum DataError {
     },
     /// A folder with files of examples and other files, either of which may be meant.
     #[error(
-        "{}: the folder has examples ({rows}, with {keys}) and other data ({other}): pass the file {rows}, or a folder of \
+        "{}: the folder has files of examples ({rows}) and other data ({other}): pass the file {rows}, or a folder of \
          examples alone, or one of texts alone",
         path.display()
     )]
@@ -160,14 +160,13 @@ pub enum DataError {
         path: PathBuf,
         /// The first file of examples.
         rows: String,
-        /// Its keys.
-        keys: &'static str,
         /// The first other file.
         other: String,
     },
-    /// Examples below a folder, beside which there is nothing else.
+    /// Files of examples in the folders of a folder, beside which there is nothing else.
     #[error(
-        "{}: the examples are in its folders ({}): pass the folder, or the file, to train on", path.display(), rows.display()
+        "{}: the only data here are files of examples ({}): pass one of them, or a folder of them alone, with --data",
+        path.display(), rows.display()
     )]
     NestedRows {
         /// The folder.

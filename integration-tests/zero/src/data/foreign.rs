@@ -1,19 +1,23 @@
 //! Recognises files by their first bytes that are no data to train on: archives, images, models.
 //! Their bytes are never text.
 
+use std::str::Utf8Error;
+
 use super::kind::Start;
 use super::token_format::NUMPY_MAGIC;
 
 /// A file of another kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Foreign {
-    /// What it is, as a noun with its article.
+    /// Its name, with an article.
     pub(super) what: &'static str,
-    /// What to do.
+    /// The remedy.
     pub(super) remedy: &'static str,
 }
 
 const PASS_DATA: &str = "pass text, rows of JSON (.jsonl) or tokens (.bin)";
+const PASS_TEXT: &str =
+    "pass text, rows of JSON (.jsonl), or tokens with the name .bin (u16) or .u32.bin";
 
 /// The first bytes of a kind of file, from a position on.
 struct Signature {
@@ -172,7 +176,10 @@ pub(super) fn not_text(start: &Start) -> Option<Foreign> {
         return Some(UTF16);
     }
     if !bytes.contains(&0) {
-        return None;
+        return has_control_bytes(bytes).then_some(Foreign {
+            what: "a binary file, which is not UTF-8 and has control characters",
+            remedy: PASS_TEXT,
+        });
     }
 
     let pairs = bytes.as_chunks::<2>().0;
@@ -189,8 +196,17 @@ pub(super) fn not_text(start: &Start) -> Option<Foreign> {
     }
     Some(Foreign {
         what: "a binary file, which has bytes that are 0",
-        remedy: "pass text, rows of JSON (.jsonl), or tokens with the name .bin (u16) or .u32.bin",
+        remedy: PASS_TEXT,
     })
+}
+
+/// Whether bytes are not UTF-8 and have control characters, which no text of another encoding has.
+fn has_control_bytes(bytes: &[u8]) -> bool {
+    let is_cut = |error: &Utf8Error| error.error_len().is_none();
+    let is_utf8 = std::str::from_utf8(bytes).map_or_else(|error| is_cut(&error), |_| true);
+    // Escape begins the codes of terminals and of Japanese encodings.
+    let is_control = |byte: &u8| *byte < b' ' && !matches!(byte, 7..=13 | 27);
+    !is_utf8 && bytes.iter().any(is_control)
 }
 
 /// A file with a 0 among its first bytes is considered binary.
@@ -264,7 +280,12 @@ mod tests {
     fn text_has_no_zeros() {
         let what = |bytes: &[u8]| not_text(&start(bytes)).map(|foreign| foreign.what);
         assert_eq!(what("to be, café".as_bytes()), None);
-        assert_eq!(what(b"caf\xe9"), None);
+        assert_eq!(what(b"caf\xe9 au lait\r\n\t\x1b[1m"), None);
+        assert_eq!(what("caf\u{1}\u{e9}".as_bytes()), None);
+        assert_eq!(
+            what(b"\x1f\x9d\x90"),
+            Some("a binary file, which is not UTF-8 and has control characters")
+        );
         assert_eq!(what(b"\xff\xfet\0o\0"), Some("UTF-16 text"));
         assert_eq!(what(b"\xfe\xff\0t\0o"), Some("UTF-16 text"));
         let without_mark = Some("UTF-16 text, or tokens of 2 bytes");

@@ -1,5 +1,5 @@
-//! What a file or a folder is as training data: decided here, by its content and its name, for all
-//! that reads data. What is not data is an error that names it.
+//! The kind of training data that a file or a folder is, decided here by content and name for all
+//! that reads data. Other files are errors that name them.
 //!
 //! | path | kind |
 //! |---|---|
@@ -51,13 +51,13 @@ impl Start {
     }
 }
 
-/// What data is, and why.
+/// The kind of data, and the reason.
 #[derive(Debug)]
 pub(crate) struct DataKind {
     pub(super) content: Content,
     /// Why, as the end of a sentence.
     pub(crate) why: String,
-    /// What the user should know, one line each.
+    /// Notes for the user, one line each.
     pub(super) notices: Vec<String>,
 }
 
@@ -388,18 +388,16 @@ fn of_folder(dir: &Path) -> Result<DataKind, DataError> {
         });
     }
 
-    let Ok((_, form)) = first.first(&start.bytes) else {
-        return Ok(texts());
-    };
-    if let (Some(other), false) = (entries.others.first(), entries.has_folder) {
-        return Err(DataError::MixedFolder {
+    let has_examples = first.format == Format::Parquet || first.first(&start.bytes).is_ok();
+    match entries.others.first() {
+        // With folders it is a program, or all that belongs to a study.
+        Some(other) if has_examples && !entries.has_folder => Err(DataError::MixedFolder {
             path: dir.to_owned(),
             rows: name(&first.path),
-            keys: form.keys(),
             other: name(other),
-        });
+        }),
+        _ => Ok(texts()),
     }
-    Ok(texts())
 }
 
 fn name(path: &Path) -> String {
@@ -642,7 +640,7 @@ mod tests {
         let error = folder.kind(dir).unwrap_err();
         assert!(
             error.starts_with(
-                "DIR: the folder has examples (a.json, with `prompt` and `completion`) and other data (notes.txt)"
+                "DIR: the folder has files of examples (a.json) and other data (notes.txt)"
             ),
             "{error}"
         );

@@ -526,7 +526,7 @@ fn read_folder(
     }
 }
 
-/// A notice about the texts of a folder that the user named.
+/// A notice about the texts of a folder, if the user named it.
 ///
 /// # Errors
 /// They are not data.
@@ -535,10 +535,8 @@ fn check_documents<T>(
     path: &Path,
     scope: Scope,
 ) -> Result<Option<String>, DataError> {
-    match scope {
-        Scope::Whole => documents.check(path),
-        Scope::Default { .. } => Ok(None),
-    }
+    let notice = documents.check(path)?;
+    Ok(notice.filter(|_| scope == Scope::Whole))
 }
 
 /// The texts of a folder, of which the default folder may have none or too many.

@@ -50,7 +50,7 @@ pub(super) struct TokenFormat {
     pub(super) len_tokens: u64,
     /// Bytes of the header.
     header_bytes: u64,
-    /// What told the format.
+    /// The source of the format, for messages.
     pub(super) by: &'static str,
 }
 
@@ -355,7 +355,7 @@ fn check_u32(start: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether bytes are the letters of a text. Of tokens, so many bytes in a row never are.
+/// Whether bytes are a text. The bytes of 32 tokens and more never are.
 fn looks_like_text(start: &[u8]) -> bool {
     let is_control = |byte: &u8| byte.is_ascii_control() && !byte.is_ascii_whitespace();
     let text = match std::str::from_utf8(start) {

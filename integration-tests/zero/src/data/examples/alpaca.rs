@@ -3,7 +3,7 @@
 
 use minijinja::Value;
 
-/// The text before the output of a row; `input` is empty if there is none.
+/// The text before the output of a row; an empty `input` is left out.
 pub(super) fn prompt(instruction: &str, input: &str) -> String {
     if input.is_empty() {
         return format!(

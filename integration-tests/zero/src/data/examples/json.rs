@@ -306,6 +306,9 @@ fn string_len(text: &str) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+    use serde_json::Value;
+
     use super::*;
 
     fn all(text: &[u8]) -> Result<Vec<(u32, String)>, String> {
@@ -375,5 +378,50 @@ mod tests {
         assert!(has_nan(&json["a"].to_string()));
         assert_eq!(json["NaN"][1], "\\");
         assert!(has_nan(&json["NaN"][2].to_string()));
+    }
+
+    fn value() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<i64>().prop_map(Value::from),
+            "[\\[\\]{}\"\\\\,:\n a\u{e9}]{0,8}".prop_map(Value::from),
+        ];
+        leaf.prop_recursive(3, 16, 4, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+                prop::collection::btree_map("[a-c\"\\]]{1,3}", inner, 0..4)
+                    .prop_map(|fields| Value::Object(fields.into_iter().collect())),
+            ]
+        })
+    }
+
+    proptest! {
+        /// Lines and arrays, indented or not, have the same rows.
+        #[test]
+        fn layouts_have_the_same_rows(
+            fields in prop::collection::vec(prop::collection::btree_map("[a-c]", value(), 0..3), 0..5),
+        ) {
+            let rows: Vec<Value> = fields
+                .into_iter()
+                .map(|fields| Value::Object(fields.into_iter().collect()))
+                .collect();
+            let lines: Vec<String> = rows.iter().map(Value::to_string).collect();
+            let array = serde_json::to_string(&rows).unwrap();
+            let indented = serde_json::to_string_pretty(&rows).unwrap();
+            for text in [lines.join("\n"), array, indented] {
+                let got = all(text.as_bytes()).unwrap();
+                let got: Vec<Value> = got
+                    .iter()
+                    .map(|(_, row)| serde_json::from_str(row).unwrap())
+                    .collect();
+                prop_assert_eq!(&got, &rows);
+            }
+            for (line, row) in lines.iter().zip(&rows) {
+                let names: Vec<String> = keys(line).into_iter().map(|key| key.name).collect();
+                let expected: Vec<String> = row.as_object().unwrap().keys().cloned().collect();
+                prop_assert_eq!(names, expected);
+                prop_assert!(without_nans(line).is_none());
+            }
+        }
     }
 }

@@ -74,7 +74,7 @@ pub(crate) struct Examples {
     /// Examples whose prompt has other tokens alone.
     moved: u64,
     fingerprint: u64,
-    /// What the user should know about the files, one line each.
+    /// Notes about the files for the user, one line each.
     notices: Vec<String>,
 }
 

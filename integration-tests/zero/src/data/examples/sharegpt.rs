@@ -9,7 +9,7 @@ use super::line::{check_weight, conversation};
 /// The messages of `conversations`, after a message of the row's `system`.
 ///
 /// # Errors
-/// What is wrong, and what to do.
+/// The defect and the remedy.
 pub(super) fn messages(
     conversations: &Value,
     system: Option<&Value>,

@@ -67,7 +67,7 @@ impl RowFile {
     }
 }
 
-/// What to do with an object over several lines, whose first line is `row`.
+/// The error of an object over several lines, whose first line is `row`.
 fn over_lines(row: &str, start: &[u8]) -> Option<String> {
     let is_open = row.starts_with('{') && row.len() < 64 && !row.contains('}');
     let start = String::from_utf8_lossy(start);

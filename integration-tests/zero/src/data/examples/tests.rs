@@ -191,7 +191,7 @@ fn rows_are_read_from_lines_and_arrays() {
     }
 }
 
-/// The rows of other trainers give the tokens of the rows that they stand for.
+/// The rows of other trainers give the tokens of `messages` and of `prompt` and `completion`.
 #[test]
 fn rows_of_other_trainers_are_read() {
     let dir = tempfile::tempdir().unwrap();
