@@ -21,7 +21,7 @@ use zero_ckpt::files;
 
 use super::examples::{Form, Format, RowFile};
 use super::token_format::TokenFormat;
-use super::{DataError, DataSource, FolderFiles, foreign};
+use super::{DataError, DataSource, FolderFiles, foreign, outputs};
 
 /// Bytes of a file that decide its kind.
 const START_BYTES: u64 = 1 << 18;
@@ -155,21 +155,18 @@ pub(super) fn is_lines_name(path: &Path) -> bool {
     ["jsonl", "ndjson"].contains(&extension(path).as_str())
 }
 
-/// The file of rows at `path`, if it is one by its first bytes or its name.
-///
-/// # Errors
-/// It cannot be read, is empty, or is an archive or the like.
-fn row_file(path: &Path, start: &Start) -> Option<RowFile> {
-    let is_parquet = foreign::is_parquet(start) || extension(path) == "parquet";
-    let format = match is_parquet {
-        true => Format::Parquet,
-        false if is_json_name(path) => Format::Json,
-        false => return None,
-    };
-    Some(RowFile {
-        path: path.to_owned(),
-        format,
-    })
+/// The format of a file of rows, by its first bytes or by `name`; `None` for other files.
+fn row_format(name: &Path, start: &Start) -> Option<Format> {
+    if foreign::is_parquet(start) || extension(name) == "parquet" {
+        return Some(Format::Parquet);
+    }
+    is_json_name(name).then_some(Format::Json)
+}
+
+/// The name of a file in lower case.
+fn lower_name(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default();
+    name.to_string_lossy().to_lowercase()
 }
 
 fn of_file(path: &Path) -> Result<DataKind, DataError> {
@@ -188,8 +185,9 @@ fn of_file(path: &Path) -> Result<DataKind, DataError> {
         let why = format.by;
         return Ok(DataKind::new(Content::Tokens(format), why));
     }
-    if let Some(file) = row_file(path, &start) {
-        return of_rows(file, &start);
+    if let Some(format) = row_format(path, &start) {
+        let path = path.to_owned();
+        return of_rows(RowFile { path, format }, &start);
     }
     if let Some(foreign) = foreign::not_text(&start) {
         return Err(refused(path, foreign));
@@ -211,11 +209,7 @@ fn of_file(path: &Path) -> Result<DataKind, DataError> {
 }
 
 fn of_rows(file: RowFile, start: &Start) -> Result<DataKind, DataError> {
-    if file.format == Format::Json
-        && let Some(foreign) = foreign::not_text(start)
-    {
-        return Err(refused(&file.path, foreign));
-    }
+    check_rows(&file, start)?;
     let (line, form) = file.first(&start.bytes)?;
     let why = match file.format {
         Format::Json => format!("line {line} has {}", form.keys()),
@@ -247,27 +241,22 @@ struct Entries {
     /// A README and the like.
     beside: Vec<PathBuf>,
     others: Vec<PathBuf>,
-    has_folder: bool,
+    folders: Vec<PathBuf>,
 }
 
 impl Entries {
     fn of(dir: &Path) -> Result<Self, DataError> {
         let mut entries = Self::default();
         for path in visible(dir)? {
-            if path.is_dir() {
-                entries.has_folder = true;
-                continue;
-            }
-            if is_beside_data(&path) {
+            if path.is_dir() && !outputs::is_output_folder(&path) {
+                entries.folders.push(path);
+            } else if path.is_dir() || is_beside_data(&path) {
                 entries.beside.push(path);
-                continue;
-            }
-            match packed_or_plain(&path)? {
-                Some((file, start)) => {
-                    entries.start.get_or_insert(start);
-                    entries.rows.push(file);
-                }
-                None => entries.others.push(path),
+            } else if let Some((file, start)) = packed_or_plain(&path)? {
+                entries.start.get_or_insert(start);
+                entries.rows.push(file);
+            } else {
+                entries.others.push(path);
             }
         }
         Ok(entries)
@@ -293,36 +282,26 @@ fn visible(dir: &Path) -> Result<Vec<PathBuf>, DataError> {
 
 /// A file of rows and its beginning. A packed one is an error once it is read, as it is alone.
 fn packed_or_plain(path: &Path) -> Result<Option<(RowFile, Start)>, DataError> {
-    let name = path
-        .file_name()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .to_lowercase();
+    let name = lower_name(path);
     let packed = [".gz", ".zst", ".bz2", ".xz"]
         .iter()
         .find_map(|end| name.strip_suffix(end));
-    let stem = Path::new(packed.unwrap_or(&name));
-    let may_have_rows = is_json_name(stem) || extension(stem) == "parquet";
+    let plain = Path::new(packed.unwrap_or(&name));
+    let may_have_rows = is_json_name(plain) || extension(plain) == "parquet";
     if !may_have_rows || !path.is_file() {
         return Ok(None);
     }
 
     let start = Start::read(path)?;
-    let format = if extension(stem) == "parquet" {
-        Format::Parquet
-    } else {
-        Format::Json
+    let Some(format) = row_format(plain, &start) else {
+        return Ok(None);
     };
     // Documents of text folders are often JSON; rows are arrays, or an object a line.
-    let is_document = extension(stem) == "json"
-        && packed.is_none()
+    let is_document = extension(path) == "json"
         && foreign::of(&start).is_none()
         && !RowFile::starts_with_row(path, &start.bytes);
-    let file = RowFile {
-        path: path.to_owned(),
-        format,
-    };
-    Ok((!is_document).then_some((file, start)))
+    let path = path.to_owned();
+    Ok((!is_document).then_some((RowFile { path, format }, start)))
 }
 
 /// Whether a file is one that stands beside data: a README, a license, the description of a data
@@ -344,11 +323,7 @@ pub(super) fn is_beside_data(path: &Path) -> bool {
         "dataset_dict.json",
         "state.json",
     ];
-    let name = path
-        .file_name()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .to_lowercase();
+    let name = lower_name(path);
     let stem = name.split('.').next().unwrap_or_default();
     STEMS.contains(&stem) || NAMES.contains(&name.as_str()) || extension(path) == "md"
 }
@@ -365,39 +340,39 @@ fn of_folder(dir: &Path) -> Result<DataKind, DataError> {
         return Ok(texts());
     };
 
-    if entries.others.is_empty() && !entries.has_folder {
-        for file in &entries.rows {
-            check_rows(file)?;
-        }
-        let (_, form) = first.first(&start.bytes)?;
-        let why = format!(
-            "all of its files are rows, and the first row of {} has {}",
-            name(&first.path),
-            form.keys()
-        );
-        let beside = entries.beside.iter().map(|path| {
-            format!(
-                "left out of the data: {} (beside files of rows)",
-                name(path)
-            )
-        });
-        let notices = beside.collect();
-        return Ok(DataKind {
-            notices,
-            ..DataKind::new(Content::Examples(entries.rows), why)
-        });
+    let form = check_rows(first, start).and_then(|()| first.first(&start.bytes));
+    let other = match (entries.others.first(), entries.folders.first()) {
+        (None, None) => return of_row_files(&entries, &name(&first.path), form?.1),
+        // A program, or all files of a study.
+        (Some(_), Some(_)) => return Ok(texts()),
+        (Some(other), None) | (None, Some(other)) => other,
+    };
+    if form.is_err() && first.format == Format::Json {
+        return Ok(texts());
+    }
+    Err(DataError::MixedFolder {
+        path: dir.to_owned(),
+        rows: name(&first.path),
+        other: name(other),
+    })
+}
+
+/// A folder of files of rows alone, of which `first` has the form `form`.
+fn of_row_files(entries: &Entries, first: &str, form: Form) -> Result<DataKind, DataError> {
+    for file in &entries.rows {
+        check_rows(file, &Start::read(&file.path)?)?;
     }
 
-    let has_examples = first.format == Format::Parquet || first.first(&start.bytes).is_ok();
-    match entries.others.first() {
-        // With folders it is a program, or all that belongs to a study.
-        Some(other) if has_examples && !entries.has_folder => Err(DataError::MixedFolder {
-            path: dir.to_owned(),
-            rows: name(&first.path),
-            other: name(other),
-        }),
-        _ => Ok(texts()),
-    }
+    let keys = form.keys();
+    let why = format!("all of its files are rows, and the first row of {first} has {keys}");
+    let left_out = entries.beside.iter().map(|path| {
+        let name = name(path);
+        format!("left out of the data: {name} (beside files of rows)")
+    });
+    Ok(DataKind {
+        notices: left_out.collect(),
+        ..DataKind::new(Content::Examples(entries.rows.clone()), why)
+    })
 }
 
 fn name(path: &Path) -> String {
@@ -405,14 +380,13 @@ fn name(path: &Path) -> String {
     name.to_string_lossy().into_owned()
 }
 
-/// Checks that a file of a folder of rows is not an archive or the like.
-fn check_rows(file: &RowFile) -> Result<(), DataError> {
-    let start = Start::read(&file.path)?;
+/// Checks that a file of rows is not an archive or the like.
+fn check_rows(file: &RowFile, start: &Start) -> Result<(), DataError> {
     let not_text = match file.format {
-        Format::Json => foreign::not_text(&start),
+        Format::Json => foreign::not_text(start),
         Format::Parquet => None,
     };
-    match foreign::of(&start).or(not_text) {
+    match foreign::of(start).or(not_text) {
         Some(foreign) => Err(refused(&file.path, foreign)),
         None => Ok(()),
     }
@@ -647,6 +621,15 @@ mod tests {
         // The folders of a program.
         folder.write("src/main.rs", "fn main() {}");
         assert_eq!(folder.kind(dir).unwrap().0, "the text files of a folder");
+        fs::remove_file(dir.join("notes.txt")).unwrap();
+        let error = folder.kind(dir).unwrap_err();
+        assert!(error.contains("and other data (src): pass"), "{error}");
+        // Not the checkpoints of a run.
+        fs::remove_dir_all(dir.join("src")).unwrap();
+        folder.write("saves/manifest.json", "{\"format\": \"zero-ckpt\"}");
+        let (kind, _, notices) = folder.kind(dir).unwrap();
+        assert_eq!(kind, "examples");
+        assert_eq!(notices[3], left_out("saves"));
     }
 
     #[test]
