@@ -80,7 +80,7 @@ const SIGNATURES: &[Signature] = &[
     signature(
         0,
         b"PK\x03\x04",
-        "a zip archive, as .npz, .docx and models of PyTorch are",
+        "a zip archive (also .npz, .docx, models of PyTorch)",
         "unpack it, and pass the file within",
     ),
     signature(257, b"ustar", "a tar archive", "unpack it: tar -xf FILE"),
@@ -177,7 +177,7 @@ pub(super) fn not_text(start: &Start) -> Option<Foreign> {
     }
     if !bytes.contains(&0) {
         return has_control_bytes(bytes).then_some(Foreign {
-            what: "a binary file, which is not UTF-8 and has control characters",
+            what: "a binary file (not UTF-8, with control characters)",
             remedy: PASS_TEXT,
         });
     }
@@ -195,7 +195,7 @@ pub(super) fn not_text(start: &Start) -> Option<Foreign> {
         });
     }
     Some(Foreign {
-        what: "a binary file, which has bytes that are 0",
+        what: "a binary file (with bytes that are 0)",
         remedy: PASS_TEXT,
     })
 }
@@ -284,7 +284,7 @@ mod tests {
         assert_eq!(what("caf\u{1}\u{e9}".as_bytes()), None);
         assert_eq!(
             what(b"\x1f\x9d\x90"),
-            Some("a binary file, which is not UTF-8 and has control characters")
+            Some("a binary file (not UTF-8, with control characters)")
         );
         assert_eq!(what(b"\xff\xfet\0o\0"), Some("UTF-16 text"));
         assert_eq!(what(b"\xfe\xff\0t\0o"), Some("UTF-16 text"));
@@ -293,7 +293,7 @@ mod tests {
         assert_eq!(what(b"\0t\0o\0 \0b\0e"), without_mark);
         assert_eq!(
             what(b"ab\0c"),
-            Some("a binary file, which has bytes that are 0")
+            Some("a binary file (with bytes that are 0)")
         );
     }
 }

@@ -135,7 +135,7 @@ fn refused(path: &Path, foreign: foreign::Foreign) -> DataError {
     DataError::Foreign {
         path: path.to_owned(),
         what: foreign.what.to_owned(),
-        remedy: foreign.remedy.to_owned(),
+        remedy: foreign.remedy.replace("FILE", &path.display().to_string()),
     }
 }
 
@@ -516,7 +516,7 @@ mod tests {
                 "a.json",
                 b"{\n \"version\": 1,\n \"rows\": [\n {\"text\": \"a\"}]}",
                 "a.json, line 1: an object over several lines: each line must be one row, as `jq -c '.[\"rows\"][]' FILE > \
-                 ROWS.jsonl` writes the rows under `rows`",
+                 ROWS.jsonl` writes those under `rows`",
             ),
             (
                 "a.json",
@@ -526,7 +526,7 @@ mod tests {
             (
                 "a.json",
                 b"{\"data\": [{\"text\": \"a\"}]}",
-                "a.json, line 1: it has the key `data`, and",
+                "a.json, line 1: it has the key `data`, and must have `prompt` and",
             ),
             (
                 "a.jsonl",
@@ -541,12 +541,12 @@ mod tests {
             (
                 "a.txt",
                 b"ab\0",
-                "a.txt: a binary file, which has bytes that are 0",
+                "a.txt: a binary file (with bytes that are 0)",
             ),
             (
                 "a.jsonl.gz",
                 b"\x1f\x8b\x08\0",
-                "a.jsonl.gz: a gzip archive, which is not read as data; unpack it: gzip -dk",
+                "a.jsonl.gz: a gzip archive, which is not read as data; unpack it: gzip -dk a.jsonl.gz",
             ),
             (
                 "a.jsonl",
@@ -556,7 +556,7 @@ mod tests {
             (
                 "a.bin",
                 b"PK\x03\x04\x14\0",
-                "a.bin: a zip archive, as .npz, .docx and models of PyTorch are",
+                "a.bin: a zip archive (also .npz, .docx, models of PyTorch)",
             ),
             (
                 "a.parquet",

@@ -215,8 +215,8 @@ impl<R: BufRead> Iterator for JsonRows<R> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Key {
     pub(super) name: String,
-    /// Whether its value is an array.
-    pub(super) has_array: bool,
+    /// Whether its value is an array of objects.
+    pub(super) has_objects: bool,
 }
 
 /// The keys of the object at the start of `text`, which may end early. Not valid JSON gives some
@@ -244,9 +244,10 @@ pub(super) fn keys(text: &str) -> Vec<Key> {
             '}' | ']' => depth = depth.saturating_sub(1),
             ':' if depth == 1 => {
                 let value = text[at + 1..].trim_start();
+                let elements = value.strip_prefix('[').unwrap_or_default();
                 keys.extend(string.take().map(|name| Key {
                     name,
-                    has_array: value.starts_with('['),
+                    has_objects: elements.trim_start().starts_with('{'),
                 }));
             }
             _ => {}
@@ -357,10 +358,10 @@ mod tests {
 
     #[test]
     fn keys_of_a_beginning_are_found() {
-        let text = "{\n \"a:\\\"\": {\"x\": [\"y\"]}, \"b\" : [1, \"c\"], \"d\": \"e";
-        let key = |name: &str, has_array| Key {
+        let text = "{\n \"a:\\\"\": {\"x\": [\"y\"]}, \"b\" : [ {}, \"c\"], \"d\": \"e";
+        let key = |name: &str, has_objects| Key {
             name: name.to_owned(),
-            has_array,
+            has_objects,
         };
         assert_eq!(
             keys(text),

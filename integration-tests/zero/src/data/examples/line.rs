@@ -49,7 +49,6 @@ pub(in crate::data) const FORMS: &str = "`prompt` and `completion`, `messages`, 
      `instruction` and `output` (Alpaca), or `text`";
 
 /// The keys of [`Keys`].
-#[cfg(feature = "parquet")]
 pub(super) const KEYS: [&str; 11] = [
     "text",
     "prompt",
@@ -223,10 +222,16 @@ impl Keys {
                     .to_owned(),
             ),
             (Some((form, ..)), None) => Ok(form),
-            (None, _) => Err(format!(
-                "it has {}, and must have {FORMS}; rename the keys of the data",
-                named(row)
-            )),
+            (None, _) => {
+                let remedy = match rows_key(row).filter(|name| OF_ROWS.contains(&name.as_str())) {
+                    Some(name) => format!("write its rows as lines{}", as_lines_of(&name)),
+                    None => "rename the keys of the data".to_owned(),
+                };
+                Err(format!(
+                    "it has {}, and must have {FORMS}; {remedy}",
+                    named(row)
+                ))
+            }
         }
     }
 }
@@ -263,24 +268,38 @@ fn not_an_object(row: &str, error: &serde_json::Error) -> String {
         );
     }
     let text = error.to_string();
-    let text = text.split(" at line ").next().unwrap_or_default();
+    let text = match text.split(" at line ").next() {
+        // A value of another type.
+        _ if !row.starts_with('{') && error.is_data() => "it has another type",
+        text => text.unwrap_or_default(),
+    };
     format!(
         "not a JSON object at column {}: {text}; each line must be one object",
         error.column()
     )
 }
 
+/// Names under which files have their rows.
+const OF_ROWS: [&str; 5] = ["data", "rows", "train", "examples", "items"];
+
+/// The key of an object under which its rows are, if there is one.
+fn rows_key(object: &str) -> Option<String> {
+    let mut keys = keys(object).into_iter();
+    let found = keys.find(|key| key.has_objects && !KEYS.contains(&key.name.as_str()));
+    found.map(|key| key.name)
+}
+
 /// How to write the rows below one of the keys of an object, or objects over several lines, as
 /// lines.
 pub(super) fn as_lines(object: &str) -> String {
-    let rows = keys(object).into_iter().find(|key| key.has_array);
-    match rows {
-        Some(key) => format!(
-            ", as `jq -c '.[\"{}\"][]' FILE > ROWS.jsonl` writes the rows under `{}`",
-            key.name, key.name
-        ),
+    match rows_key(object) {
+        Some(name) => as_lines_of(&name),
         None => ", as `jq -c . FILE > ROWS.jsonl` writes them".to_owned(),
     }
+}
+
+fn as_lines_of(key: &str) -> String {
+    format!(", as `jq -c '.[\"{key}\"][]' FILE > ROWS.jsonl` writes those under `{key}`")
 }
 
 fn is_nan(value: &Option<&Value>) -> bool {
@@ -308,6 +327,13 @@ pub(super) fn conversation(value: &Value, key: &str) -> Result<Vec<Value>, Strin
         return Err(format!("`{key}` has no message: remove the line"));
     }
     for (index, message) in messages.iter().enumerate() {
+        if message.kind() != ValueKind::Map {
+            return Err(format!(
+                "message {} of `{key}` is {}, and must be an object with `role` and `content`",
+                index + 1,
+                message.kind()
+            ));
+        }
         if role(message).is_none() {
             return Err(format!(
                 "message {} of `{key}` has no `role` that is a string, such as user or assistant",
@@ -437,7 +463,7 @@ mod tests {
                 "does not end on its line: each line must be one object, as `jq -c . FILE",
             ),
             (
-                "{\"data\": [",
+                "{\"data\": [{",
                 "as `jq -c '.[\"data\"][]' FILE > ROWS.jsonl`",
             ),
             ("{\"a\": NaN", "does not end on its line"),
@@ -470,6 +496,18 @@ mod tests {
             ),
             (r#"{"messages": []}"#, "no message"),
             (r#"{"messages": "a"}"#, "must be a list"),
+            (
+                r#"{"prompt": ["a", "b"], "completion": ["c", "d"]}"#,
+                "message 1 of `prompt` is string, and must be an object with `role`",
+            ),
+            (
+                "3",
+                "not a JSON object at column 1: it has another type; each",
+            ),
+            (
+                r#"{"data": [{"text": "a"}]}"#,
+                "or `text`; write its rows as lines, as `jq -c '.[\"data\"][]' FILE > ROWS.jsonl` writes those under",
+            ),
             (
                 r#"{"messages": [{"content": "a"}]}"#,
                 "message 1 of `messages` has no `role`",
