@@ -5,9 +5,9 @@
 //! rank. The start of a row is a pure function of step, micro-batch and row (and, for text, the
 //! seed), so a resumed run reads the same rows.
 //!
-//! | source ([`kind`]) | tokens | rows |
+//! | source (`kind.rs`) | tokens | rows |
 //! |---|---|---|
-//! | a file of tokens ([`token_format`]) | little-endian u16 or u32, read on demand | consecutive, wrapping at the end |
+//! | a file of tokens (`token_format.rs`) | little-endian u16 or u32, read on demand | consecutive, wrapping at the end |
 //! | a text file | its bytes, or by a tokenizer | random windows |
 //! | a folder | all its text files, by path, without what runs write | random windows |
 //!
