@@ -14,7 +14,7 @@ use crate::error::CliError;
 use crate::flags::{DTypeFlag, parse_bytes};
 use crate::model_files::{self, Exported};
 use crate::output::{print_note, print_text};
-use crate::settings::record::{RUN_JSON, RunRecord};
+use crate::settings::record::RunRecord;
 use zero_models::hf::HfFolder;
 
 /// Inspect, verify, assemble, export or import checkpoints
@@ -141,8 +141,7 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
 
 /// Exports a checkpoint with the files of its model; says which, and what the export lacks.
 fn export(reader: &Reader, out: &Path, options: ExportOptions) -> Result<(), CliError> {
-    let document = reader.document(RUN_JSON).map_err(CliError::failure)?;
-    let run = document.and_then(|document| RunRecord::parse(document).ok());
+    let run = RunRecord::of(reader)?;
     let Exported {
         files,
         config,
@@ -373,6 +372,33 @@ mod tests {
             "{error}"
         );
         assert!(zero_ckpt(&["inspect".as_ref(), dir.path()]).is_err());
+    }
+
+    /// Without its settings the export would have no tokenizer, and nobody would know.
+    #[test]
+    fn export_with_other_settings_is_an_error() {
+        use zero_ckpt::{SaveMeta, ShardData, SingleRank};
+        use zero_shard::{Layout, ParamSpec, UnitSpec};
+
+        let dir = tempfile::tempdir().unwrap();
+        let layout =
+            Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
+        let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
+        let mut shard = ShardData::new(&layout, 0).unwrap();
+        shard.storage_f32("master", &[1.0, 2.0, 3.0]).unwrap();
+        let document = ("run.json".to_owned(), serde_json::json!({"format": 2}));
+        let meta = SaveMeta::default().documents([document].into());
+        store.save(&meta, &shard, &mut SingleRank).unwrap();
+
+        let out = dir.path().join("out");
+        let error = zero_ckpt(&["export".as_ref(), dir.path(), &out]).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        let error = error.to_string();
+        assert!(
+            error.contains("invalid run.json: format 2 is not supported"),
+            "{error}"
+        );
+        assert!(!out.exists());
     }
 
     #[test]

@@ -19,7 +19,7 @@ use crate::data::check_tokenizer;
 use crate::error::CliError;
 use crate::flags::{check_positive, limit_of_positions, parse_whole};
 use crate::output::{bytes, print_note, print_text};
-use crate::settings::record::{RUN_JSON, RunRecord};
+use crate::settings::record::RunRecord;
 
 /// Longest file of a prompt.
 const MAX_PROMPT_BYTES: u64 = 64 << 20;
@@ -242,14 +242,8 @@ impl Source {
             (None, None) => return Err(CliError::Usage("name a model".to_owned())),
         };
         let folder = folder.map_err(CliError::usage)?;
-        let document = match folder.checkpoint() {
-            Some(reader) => reader.document(RUN_JSON).map_err(CliError::usage)?,
-            None => None,
-        };
-        Ok(Self {
-            folder,
-            run: document.and_then(|document| RunRecord::parse(document).ok()),
-        })
+        let run = folder.checkpoint().map_or(Ok(None), RunRecord::of)?;
+        Ok(Self { folder, run })
     }
 
     /// The tokenizer of the flag, of the folder, or of the run that saved the checkpoint.

@@ -13,10 +13,10 @@ use zero_trainer::SHARD_ALIGN_ELEMS;
 
 use super::resume::Resumed;
 use crate::data::examples::RowOptions;
+use crate::data::kind::has_tokens;
 use crate::data::place::Place;
 use crate::data::{
-    DataSource, FolderFiles, TrainingData, check_tokenizer, default_token_cache, is_token_file,
-    tokenizer_checksum,
+    DataSource, FolderFiles, TrainingData, check_tokenizer, default_token_cache, tokenizer_checksum,
 };
 use crate::error::CliError;
 use crate::flags::find_model;
@@ -192,8 +192,7 @@ impl ChosenData {
 
     /// Whether rows are consecutive tokens, as those of a file of tokens.
     pub(crate) fn in_order(&self) -> bool {
-        let path = self.source.path.as_deref();
-        path.is_some_and(|path| path.is_file() && is_token_file(path))
+        self.training.is_in_order()
     }
 
     /// The tokenizer of the run's text, or that of the model's folder.
@@ -226,15 +225,12 @@ impl ChosenData {
 
 /// Checks that `--data` and `--tokenizer` exist and go together.
 fn check_paths(args: &TrainArgs) -> Result<(), CliError> {
-    let is_tokens = args
-        .data
-        .as_ref()
-        .is_some_and(|path| path.is_file() && is_token_file(path))
-        && args
-            .val_data
-            .as_ref()
-            .is_none_or(|path| is_token_file(path));
-
+    let has_tokens = |path: &Option<PathBuf>| match path {
+        Some(path) => has_tokens(path).map(Some).map_err(CliError::usage),
+        None => Ok(None),
+    };
+    let is_tokens =
+        has_tokens(&args.data)? == Some(true) && has_tokens(&args.val_data)? != Some(false);
     if let Some(tokenizer) = args.tokenizer.as_ref().filter(|_| is_tokens) {
         return Err(CliError::Usage(format!(
             "--tokenizer {}: --data is a file of tokens, which needs none; remove --tokenizer",
@@ -291,8 +287,10 @@ fn data_source(
 
     let of_kept = kept.map_or(Ok(None), tokenizer_of_kept);
     let of_kept = of_kept.map_err(CliError::usage)?;
+    let needs_none = path.as_deref().map_or(Ok(false), has_tokens);
+    let needs_none = needs_none.map_err(CliError::usage)?;
     let tokenizer = match (tokenizer.or(of_kept), &recorded.tokenizer) {
-        (None, Some(recorded)) if !path.as_deref().is_some_and(is_token_file) => {
+        (None, Some(recorded)) if !needs_none => {
             if !Path::new(recorded).exists() {
                 return Err(CliError::Usage(format!(
                     "{recorded}: the tokenizer of the resumed run does not exist; pass its new path with --tokenizer"

@@ -126,21 +126,16 @@ impl Resumed {
         let store_dir = reader.store_dir().map_err(CliError::usage)?;
         let path = reader.path().to_owned();
         let state = TrainerState::of(&reader).map_err(CliError::usage)?;
-        let invalid = |what: &str, e: String| {
-            CliError::Usage(format!("{}: invalid {what}: {e}", path.display()))
-        };
-        let record = reader
-            .document(RUN_JSON)
-            .map_err(CliError::usage)?
-            .map(RunRecord::parse)
-            .transpose();
-        let record = record.map_err(|e| invalid(RUN_JSON, e))?;
+        let record = RunRecord::of(&reader)?;
         let config = Some(&reader.manifest().model_config).filter(|config| !config.is_null());
         let config = config
             .map(|config| ModelConfig::from_hf_json(&config.to_string()))
             .transpose();
         let config = config
-            .map_err(|e| invalid("model configuration", e.to_string()))?
+            .map_err(|e| {
+                let path = path.display();
+                CliError::Usage(format!("{path}: invalid model configuration: {e}"))
+            })?
             .map(|(config, _)| config);
 
         let (kept, missing) = kept_files(&reader).map_err(CliError::usage)?;

@@ -287,7 +287,7 @@ impl RunSetup {
                 .as_ref()
                 .map(|(dir, _)| dir.as_path());
             report_folder::check(dir, checkpoints, &self.options.runs())?;
-            if let Some(aside) = report_folder::aside(dir, self.first_step) {
+            if let Some(aside) = report_folder::aside(dir, self.first_step)? {
                 self.notices.push(format!(
                     "{}: figures of steps after {} to be moved to {}",
                     dir.display(),
