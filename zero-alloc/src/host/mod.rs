@@ -34,7 +34,8 @@ use crate::device::{
     next_stream_id, same_len,
 };
 use crate::planner::CostModel;
-use crate::schedule::{Causality, RecordedQueue, Recorder, Work};
+use crate::schedule::{Causality, RecordedQueue, Recorder};
+use crate::timeline::Work;
 pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
 #[cfg(target_os = "linux")]
