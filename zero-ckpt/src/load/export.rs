@@ -5,8 +5,8 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use crate::format::catalog::random;
 use crate::format::header::{Header, TensorEntry};
+use crate::format::names::random;
 use crate::format::tensor_folder::{INDEX, Index, SINGLE};
 use crate::io::dir::Dir;
 use crate::{CkptError, Reader, StateDtype};
