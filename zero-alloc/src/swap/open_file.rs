@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, OFlags};
@@ -56,7 +56,7 @@ impl OpenFile {
             #[cfg(any(test, feature = "testing"))]
             faults: Default::default(),
             #[cfg(any(test, feature = "testing"))]
-            shadow: SHADOW.fetch_add(bytes as usize, Ordering::Relaxed),
+            shadow: SHADOW.fetch_add(bytes as usize, std::sync::atomic::Ordering::Relaxed),
         }
     }
 
