@@ -4,7 +4,6 @@ use std::fmt::Debug;
 use std::ptr::NonNull;
 
 use super::{DeviceError, DeviceId, VirtualMemory};
-use crate::planner::CostModel;
 
 /// The source of **backings**, the large allocations that a pool divides into blocks.
 ///
@@ -40,10 +39,5 @@ pub unsafe trait Memory: Debug + Send + Sync {
     /// Virtual memory, if the device has it; pools then use pages instead of backings.
     fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {
         None
-    }
-
-    /// The cost of moving and mapping on this device.
-    fn cost(&self) -> CostModel {
-        CostModel::HOST
     }
 }

@@ -33,7 +33,6 @@ use crate::device::{
     AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream, check_copy,
     next_stream_id, same_len,
 };
-use crate::planner::CostModel;
 use crate::schedule::{Causality, RecordedQueue, Recorder};
 use crate::timeline::Work;
 pub use crate::timeline::{OpSpan, Timeline};
@@ -258,12 +257,6 @@ unsafe impl Memory for HostDevice {
             return Some(&**pages);
         }
         self.memory.as_ref()?.virtual_memory()
-    }
-
-    fn cost(&self) -> CostModel {
-        self.memory
-            .as_ref()
-            .map_or(CostModel::HOST, |memory| memory.cost())
     }
 }
 

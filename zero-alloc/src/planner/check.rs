@@ -84,7 +84,7 @@ impl Offsets {
         match range.state {
             State::Free => Ok(()),
             State::Spare => fail("a spare slot is linked among the ranges"),
-            State::Used | State::Pinned => {
+            State::Used => {
                 if range.start & ((1 << range.align_log2) - 1) != 0 {
                     return fail("not aligned");
                 }

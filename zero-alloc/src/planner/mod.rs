@@ -3,9 +3,7 @@
 #![deny(unsafe_code)]
 
 mod check;
-mod compaction;
 mod offsets;
-mod placement_policy;
 #[expect(
     clippy::module_inception,
     reason = "the file is named for its one type"
@@ -15,9 +13,10 @@ mod ranges;
 mod request;
 mod search;
 mod size_class;
+mod stitch;
 
-pub use compaction::{Compaction, CostModel, Relocation, Stitch};
 pub use offsets::RangeId;
 pub(crate) use offsets::{Offsets, Pick, Side};
 pub use planner::{Planner, PlannerConfig, PlannerReport};
 pub use request::{Lifetime, Remedy, Request, Shortage, TAGS};
+pub use stitch::Stitch;

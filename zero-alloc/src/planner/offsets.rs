@@ -234,8 +234,7 @@ impl Offsets {
         Some((RangeId(used), start))
     }
 
-    /// Allocates the `bytes` at `start`, whole granules, as a pinned range; `None` if they are not
-    /// all free.
+    /// Allocates the `bytes` at `start`, whole granules; `None` if they are not all free.
     pub(super) fn allocate_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
         let mut at = self.first();
         while at != NONE && self.ranges[at as usize].end() < start + bytes {
@@ -249,7 +248,7 @@ impl Offsets {
         let used = self.carve(at, start, bytes);
         let range = &mut self.ranges[used as usize];
         (range.state, range.tag, range.align_log2) =
-            (State::Pinned, tag, self.granule.trailing_zeros() as u8);
+            (State::Used, tag, self.granule.trailing_zeros() as u8);
         Some(RangeId(used))
     }
 
@@ -291,10 +290,7 @@ impl Offsets {
     pub(crate) fn free(&mut self, id: RangeId) -> (u64, u64) {
         let at = id.0;
         let range = &self.ranges[at as usize];
-        assert!(
-            matches!(range.state, State::Used | State::Pinned),
-            "{id:?} is not in use"
-        );
+        assert!(range.state == State::Used, "{id:?} is not in use");
         let start = range.start;
         let bytes = range.bytes;
         let below = range.below;
@@ -332,11 +328,6 @@ impl Offsets {
         (start, bytes)
     }
 
-    /// Pins a used range, so that it never moves, or unpins it.
-    pub(super) fn pin(&mut self, id: RangeId, pinned: bool) {
-        self.ranges[id.0 as usize].state = if pinned { State::Pinned } else { State::Used };
-    }
-
     /// The largest free range.
     pub(super) fn largest_free_bytes(&self) -> u64 {
         let Some(level) = self.levels_in_use.checked_ilog2().map(|l| l as usize) else {
@@ -355,13 +346,13 @@ impl Offsets {
     }
 
     /// Calls `visit` with every range in order of offset: first offset, bytes, the tag if it is
-    /// used, whether it is pinned.
-    pub(crate) fn for_each(&self, mut visit: impl FnMut(u64, u64, Option<u8>, bool)) {
+    /// used.
+    pub(crate) fn for_each(&self, mut visit: impl FnMut(u64, u64, Option<u8>)) {
         let mut at = self.first();
         while at != NONE {
             let range = &self.ranges[at as usize];
             let tag = (range.state != State::Free).then_some(range.tag);
-            visit(range.start, range.bytes, tag, range.state == State::Pinned);
+            visit(range.start, range.bytes, tag);
             at = range.above;
         }
     }

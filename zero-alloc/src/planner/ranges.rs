@@ -15,8 +15,6 @@ pub(super) const NONE: u32 = 0;
 pub(super) enum State {
     Free,
     Used,
-    /// Used, and never moved, because its address is in use.
-    Pinned,
     /// The slot holds no range.
     Spare,
 }
