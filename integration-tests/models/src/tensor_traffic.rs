@@ -1,4 +1,4 @@
-//! What the ranks of tensor parallelism send for a model, and which models they can cut.
+//! The traffic of tensor parallelism, and the models that it can cut.
 
 use zero_shard::{ParamSpec, TensorCut, UnitSpec};
 use zero_trainer::ModelError;

@@ -58,7 +58,7 @@ const LISTINGS: usize = 1000;
 /// found is removed meanwhile: another process saves there with `--keep-last`.
 ///
 /// # Errors
-/// That of `read`.
+/// The error of `read`.
 pub(crate) fn again_if_removed<T>(
     mut read: impl FnMut() -> Result<T, CkptError>,
 ) -> Result<T, CkptError> {

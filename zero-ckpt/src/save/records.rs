@@ -1,4 +1,4 @@
-//! What the phases of a save pass to each other: slices to fill, staged files, the published
+//! The records that the phases of a save pass on: slices to fill, staged files, the published
 //! checkpoint.
 
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! What enqueues operations of a model on the host: its parameters, buffers, threads and batch.
+//! The parameters, buffers, threads and batch of a model on the host, and the operations over them.
 
 use std::sync::Arc;
 

@@ -32,7 +32,7 @@ pub(crate) struct Sizes {
     pub(crate) table: usize,
 }
 
-/// What the elements of a decoder's activations follow from.
+/// The inputs of the sizes of a decoder's activations.
 pub(crate) struct Extent {
     pub(crate) layers: usize,
     pub(crate) width: usize,

@@ -1,4 +1,4 @@
-//! What the operations of a pass on CUDA depend on: kernels, stream, parameters, batch and ranks.
+//! The inputs of a pass on CUDA: kernels, stream, parameters, batch and ranks.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ use crate::decoder::sequence_part::{Exchanges, SequencePart};
 use crate::ops::Span;
 use crate::ops::sequence::Exchange;
 
-/// What the operations of a pass depend on.
+/// The inputs of the operations of a pass.
 #[derive(Clone, Copy)]
 pub(crate) struct PassContext<'a> {
     pub(crate) ops: &'a Ops,

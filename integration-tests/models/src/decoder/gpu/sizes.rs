@@ -22,7 +22,7 @@ const FILLING_ELEMS: usize = 132 * TILE_ROWS * 256;
 /// Rows of a tile.
 const TILE_ROWS: usize = 128;
 
-/// What the sizes of a decoder's buffers follow from. M is the number of tokens.
+/// The inputs of the sizes of a decoder's buffers. M is the number of tokens.
 pub(crate) struct Extent {
     /// Blocks.
     pub(crate) layers: usize,
