@@ -52,7 +52,8 @@ struct Recorder {
 /// A GPU. Clones refer to the same GPU.
 ///
 /// By default its pools use pages if the device has virtual memory: live addresses never move, and
-/// a block can be made of free pages from several places. [`CudaDevice::with_backings`] selects other memory.
+/// a block can be made of free pages from several places. [`CudaDevice::with_backings`] selects
+/// other memory.
 #[derive(Clone)]
 pub struct CudaDevice {
     shared: Arc<Shared>,

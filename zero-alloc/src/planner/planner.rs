@@ -150,8 +150,9 @@ impl Planner {
         Some(allocated)
     }
 
-    /// The end of a free range, and the choice among those that fit. Large requests alternate between
-    /// the highest and the lowest place; long-lived and small ones are packed at the low end.
+    /// The end of a free range, and the choice among those that fit. Large requests alternate
+    /// between the highest and the lowest place; long-lived and small ones are packed at the low
+    /// end.
     #[inline]
     fn place(&mut self, request: &Request) -> (Side, Pick) {
         let is_large = request.bytes > self.space.bytes() >> LARGE_LOG2;

@@ -1,4 +1,4 @@
-//! Ranks that share sequences: the part of a batch that each has, and the sizes of what they exchange.
+//! Ranks that share sequences: the part of a batch that each has, and the sizes of their exchanges.
 
 use zero_alloc::device::Device;
 use zero_trainer::{Batch, ModelError, ModelRanks};

@@ -1,5 +1,5 @@
-//! The ranks with which a rank shares a model on CUDA: those of its sequences ([`super::sequence`]) and
-//! those of its parameters ([`super::tensor`]).
+//! The ranks with which a rank shares a model on CUDA: those of its sequences
+//! ([`super::sequence`]) and those of its parameters ([`super::tensor`]).
 
 use std::sync::Arc;
 

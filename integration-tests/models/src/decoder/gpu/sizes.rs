@@ -33,7 +33,8 @@ pub(crate) struct Extent {
     pub(crate) heads: usize,
     /// Statistics of a row of the head's norm.
     pub(crate) head_stats: usize,
-    /// Elements of a row of [`ScratchSlices::narrow`](super::slices::ScratchSlices::narrow), at least C.
+    /// Elements of a row of [`ScratchSlices::narrow`](super::slices::ScratchSlices::narrow), at
+    /// least C.
     pub(crate) narrow: usize,
     /// Elements of a row of [`ScratchSlices::wide`](super::slices::ScratchSlices::wide).
     pub(crate) wide: usize,
