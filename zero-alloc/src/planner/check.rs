@@ -1,7 +1,6 @@
 //! Checks of the invariants of [`Offsets`].
 
-use super::offsets::Offsets;
-use super::ranges::{NONE, State};
+use super::ranges::{NONE, Offsets, State};
 use super::size_class::{CLASSES, STEPS, SizeClass};
 
 impl Offsets {

@@ -15,8 +15,9 @@ mod search;
 mod size_class;
 mod stitch;
 
-pub use offsets::RangeId;
-pub(crate) use offsets::{Offsets, Pick, Side};
 pub use planner::{Planner, PlannerConfig, PlannerReport};
+pub(crate) use ranges::Offsets;
+pub use ranges::RangeId;
 pub use request::{Lifetime, Remedy, Request, Shortage, TAGS};
+pub(crate) use search::{Pick, Side};
 pub use stitch::Stitch;

@@ -4,53 +4,9 @@
 //! or free. Two free ranges of a segment are never adjacent: freeing joins neighbours. Free ranges
 //! are listed by [size class](super::size_class), so that finding one is a few bit operations.
 
-use super::ranges::{NONE, Range, State};
-use super::search::place;
+use super::ranges::{NONE, Offsets, Range, RangeId, State};
+use super::search::{Pick, Side, place};
 use super::size_class::{CLASSES, STEPS, SizeClass};
-
-/// The id of a used range, valid until the range is freed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RangeId(pub(super) u32);
-
-/// The end of a free range from which a request is cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Side {
-    /// The lower offsets.
-    Low,
-    /// The higher offsets.
-    High,
-}
-
-/// The choice among the free ranges that fit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Pick {
-    /// The smallest of the first few of a size class; constant time.
-    Best,
-    /// The range with the highest offset. Its time grows with the number of free ranges of that
-    /// size or above, so it is for large requests, of which a space holds only few.
-    Highest,
-    /// The range with the lowest offset; its time as above.
-    Lowest,
-}
-
-/// The free and used ranges of an offset space.
-#[derive(Clone, Debug)]
-pub(crate) struct Offsets {
-    pub(super) granule: u64,
-    pub(super) granule_log2: u32,
-    pub(super) ranges: Vec<Range>,
-    /// The first spare slot.
-    pub(super) spare: u32,
-    /// The first range of each class, and bits that mark the classes and powers of two that have
-    /// one.
-    pub(super) heads: Box<[u32; CLASSES]>,
-    pub(super) steps_in_use: [u32; CLASSES / STEPS],
-    pub(super) levels_in_use: u64,
-    /// Bytes in no used range.
-    pub(super) free_bytes: u64,
-    /// Bytes of all segments.
-    bytes: u64,
-}
 
 impl Offsets {
     /// An empty space whose ranges are multiples of `granule` bytes, a power of two.

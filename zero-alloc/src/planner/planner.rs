@@ -6,8 +6,9 @@
 //! not grow, a request of a page or more gets free pages from several places, mapped at contiguous
 //! addresses. The space grows beyond the slack only where whole free pages do not suffice.
 
-use super::offsets::{Offsets, Pick, RangeId, Side};
+use super::ranges::{Offsets, RangeId};
 use super::request::{Lifetime, Remedy, Request, Shortage, TAGS};
+use super::search::{Pick, Side};
 use super::stitch::{self, Stitch};
 
 /// A request is large if it exceeds the reserved bytes shifted right by this.

@@ -4,8 +4,7 @@
 //! No byte moves. The pieces are allocated from the space like any other range and stay
 //! where they are; only their addresses are new. So this plan is arithmetic, too: a list of pages.
 
-use super::offsets::Offsets;
-use super::ranges::{NONE, State};
+use super::ranges::{NONE, Offsets, State};
 
 /// Whole free pages that together hold a request.
 #[derive(Clone, Debug, PartialEq)]
