@@ -1,29 +1,30 @@
-//! A pool before and after compaction, drawn as SVG.
+//! A pool whose free memory is in pieces, and a block that is stitched from them, drawn as SVG.
 //!
 //! `cargo run -p zero-alloc --example arena > map.svg`
 
 use std::error::Error;
+use std::sync::Arc;
 
 use plotters::prelude::*;
 use zero_alloc::device::{DType, Device};
-use zero_alloc::host::HostDevice;
+use zero_alloc::host::{HostDevice, HostPages};
 use zero_alloc::pool::MemoryMap;
 use zero_alloc::{Pool, Purpose};
 
+const PAGE_BYTES: usize = 64 << 10;
+const BUDGET_BYTES: usize = 16 << 20;
+
 fn main() -> Result<(), Box<dyn Error>> {
-    let device = HostDevice::new();
+    let pages = HostPages::new(PAGE_BYTES, BUDGET_BYTES)?;
+    let device = HostDevice::new().with_pages(Arc::new(pages));
     let stream = device.create_stream("compute")?;
-    let pool = Pool::new(device, 16 << 20);
+    let pool = Pool::new(device, BUDGET_BYTES);
 
     let state = pool.allocate(1 << 20, DType::F32, Purpose::Optimizer, &stream)?;
     let mut activations = Vec::new();
     for layer in 1..=12 {
-        activations.push(pool.allocate_movable(
-            layer * 40_000,
-            DType::Bf16,
-            Purpose::Activations,
-            &stream,
-        )?);
+        let elems = layer * 2 * PAGE_BYTES;
+        activations.push(pool.allocate(elems, DType::U8, Purpose::Activations, &stream)?);
     }
 
     let mut history = vec![("full", pool.map())];
@@ -37,21 +38,22 @@ fn main() -> Result<(), Box<dyn Error>> {
     history.push(("holes", pool.map()));
     let before = pool.report();
 
-    let contiguous = pool.compact(before.free_bytes, &stream)?;
-    history.push(("compacted", pool.map()));
+    let bytes = before.free_bytes / PAGE_BYTES * PAGE_BYTES;
+    let bucket = pool.allocate(bytes, DType::U8, Purpose::Buckets, &stream)?;
+    history.push(("stitched", pool.map()));
 
     for (label, map) in &history {
         eprintln!("{label:10} |{}|", map.text(72));
     }
-    eprintln!("{:10}  O optimizer, A activations, . free", "");
+    eprintln!("{:10}  O optimizer, A activations, B bucket, . free", "");
     eprintln!(
-        "{} bytes are free; the largest hole was {} bytes, and is {contiguous} after moving {} bytes",
+        "{} bytes were free; the largest hole was {} bytes, and a block of {bytes} bytes got {} pages from all of them",
         before.free_bytes,
         before.largest_free_bytes,
-        pool.report().moved_bytes
+        pool.report().stitched_pages
     );
     println!("{}", draw(&history)?);
-    drop(state);
+    drop((state, bucket));
 
     Ok(())
 }

@@ -17,7 +17,5 @@ pub mod testing;
 mod time_limit;
 pub mod timeline;
 
-pub use pool::{
-    AllocError, Block, BlockMap, Change, Held, MemoryKind, Movable, Pool, Purpose, Report,
-};
+pub use pool::{AllocError, Block, BlockMap, Change, Held, MemoryKind, Pool, Purpose, Report};
 pub use time_limit::TimeLimit;

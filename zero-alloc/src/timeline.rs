@@ -1,4 +1,4 @@
-//! Recorded spans of stream operations.
+//! Stream operations: their sizes and recorded spans.
 
 use std::sync::Arc;
 use std::task::Poll;
@@ -6,7 +6,29 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::schedule::Work;
+/// The size of an operation, known when it is enqueued, for its cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Work {
+    /// Bytes that it reads and writes, or that it sends.
+    pub bytes: u64,
+    /// A number of whoever enqueued it: which communicator, which part of a model.
+    pub class: u32,
+}
+
+impl Work {
+    /// An operation that moves `bytes`.
+    pub const fn bytes(bytes: u64) -> Self {
+        Self { bytes, class: 0 }
+    }
+
+    /// Sets [`Work::class`].
+    #[must_use]
+    pub const fn class(mut self, class: u32) -> Self {
+        self.class = class;
+        self
+    }
+}
 
 /// One operation on one stream, in time since the [`Timeline`] was created.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

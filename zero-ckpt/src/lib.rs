@@ -18,6 +18,7 @@ mod io;
 mod job;
 mod load;
 mod model_files;
+mod resolve;
 mod save;
 
 pub use error::CkptError;
@@ -33,15 +34,15 @@ pub use load::export::{ExportOptions, ExportReport};
 pub use load::on_ranks::Selection;
 pub use load::reader::Reader;
 pub use load::resharding::View;
-pub use load::resolve::{Resolved, count_checkpoints, has_checkpoints, resolve};
 pub use load::verify::VerifyReport;
 pub use model_files::{MODEL_FILES_FOLDER, MODEL_FILES_JSON, ModelFiles};
-pub use save::agreement::{PublishedCheckpoint, StagedFile};
+pub use resolve::{Resolved, count_checkpoints, has_checkpoints, resolve};
 pub use save::assemble::{Assembled, assemble, assemble_step};
-pub use save::background::{BackgroundStore, Fence, StagingSlice};
+pub use save::background::{BackgroundStore, Fence};
 pub use save::import::import;
 pub use save::leftovers::{StagedSaves, staged_saves};
 pub use save::meta::SaveMeta;
+pub use save::records::{PublishedCheckpoint, StagedFile, StagingSlice};
 pub use save::shard_data::ShardData;
 pub use save::store::{Store, StoreOptions};
 

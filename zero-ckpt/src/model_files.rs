@@ -38,10 +38,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::format::blocks::checksum;
-use crate::format::catalog::random;
 use crate::format::manifest::{DocumentRecord, short};
+use crate::format::names::random;
 use crate::io::dir::{Dir, is_plain};
-use crate::load::reader::read_document;
+use crate::load::document::read_document;
 use crate::{CkptError, Reader, files};
 
 /// The document of a checkpoint that lists the files.

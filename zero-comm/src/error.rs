@@ -7,6 +7,8 @@ use zero_alloc::AllocError;
 use zero_alloc::device::{DType, DeviceError};
 
 use crate::call::Call;
+#[cfg(feature = "cuda")]
+use crate::nccl::control::error::{LaunchError, RendezvousError};
 use crate::{Collective, ReduceOp};
 
 /// The reason why a collective was not enqueued or did not finish.
@@ -229,12 +231,12 @@ pub enum CommError {
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     #[serde(skip)]
-    Launch(#[from] crate::nccl::LaunchError),
+    Launch(#[from] LaunchError),
     /// The processes failed to connect.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     #[serde(skip)]
-    Rendezvous(#[from] crate::RendezvousError),
+    Rendezvous(#[from] RendezvousError),
     /// The pool could not allocate memory for a message.
     #[error(transparent)]
     #[serde(skip)]
@@ -250,4 +252,13 @@ pub enum CommError {
 pub(crate) fn shorten(text: &mut String, max_bytes: usize) {
     let end = (0..=max_bytes).rev().find(|&at| text.is_char_boundary(at));
     text.truncate(end.unwrap_or(0));
+}
+
+/// A failure of NCCL.
+#[cfg(feature = "cuda")]
+pub(crate) fn nccl_failure(message: String) -> CommError {
+    CommError::BackEnd {
+        back_end: "nccl",
+        message,
+    }
 }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use benches::replay::planner::{OffsetAllocatorReplay, PlannerReplay, mean_ns, pairs_ns, quantile};
-use benches::replay::pool::{self, Blocks};
+use benches::replay::pool;
 use benches::replay::synth::{SHAPES, Shape};
 use benches::replay::{Timing, Trace};
 use serde_json::json;
@@ -131,15 +131,10 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
     }
 
     let outcome = outcome.unwrap_or_default();
-    let [pool, fixed] = [Blocks::Movable, Blocks::Fixed].map(|blocks| pool::replay(trace, blocks));
-    let [pool, fixed] = [pool, fixed].map(|pool| pool.map_err(|e| format!("{}: {e}", trace.name)));
-    let pool = pool?;
-    let fixed = fixed?;
+    let pool = pool::replay(trace).map_err(|e| format!("{}: {e}", trace.name))?;
     let live_peak_bytes = trace.live_peak_bytes.max(1) as f64;
-    let [pool_ratio, fixed_ratio] =
-        [pool, fixed].map(|pool| pool.reserved_peak_bytes as f64 / live_peak_bytes);
+    let pool_ratio = pool.reserved_peak_bytes as f64 / live_peak_bytes;
     let ratio = outcome.reserved_peak_bytes as f64 / live_peak_bytes;
-    let modelled_us_per_1000 = outcome.modelled_ns / trace.allocations.max(1) as f64;
 
     let line = if options.json {
         json!({
@@ -148,18 +143,12 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
             "live_peak_bytes": trace.live_peak_bytes,
             "reserved_peak_bytes": outcome.reserved_peak_bytes,
             "ratio": ratio,
-            "bytes_moved": outcome.bytes_moved,
             "pages_mapped": outcome.pages_mapped,
-            "compactions": outcome.compactions,
+            "stitches": outcome.stitches,
             "grows": outcome.grows,
-            "modelled_us_per_1000_allocations": modelled_us_per_1000,
             "pool_reserved_peak_bytes": pool.reserved_peak_bytes,
             "pool_ratio": pool_ratio,
-            "pool_bytes_moved": pool.bytes_moved,
             "pool_pages_mapped": pool.pages_mapped,
-            "pool_fixed_reserved_peak_bytes": fixed.reserved_peak_bytes,
-            "pool_fixed_ratio": fixed_ratio,
-            "pool_fixed_pages_mapped": fixed.pages_mapped,
             "ns_per_pair": ours.ns_per_pair,
             "p999_ns": ours.p999_ns,
             "offset_allocator_ns_per_pair": peer.ns_per_pair,
@@ -168,27 +157,21 @@ fn replay(trace: &Trace, options: &Options) -> Result<(), String> {
         .to_string()
     } else {
         format!(
-            "{:40} live peak {:>8.3} GB  reserved {:>8.3} GB  ratio {:.4}  moved {:>8.3} GB in {} compactions  \
-             {} pages mapped  modelled {:.1} us per 1000 allocations  {:.1} ns a pair, p99.9 {:.0} ns  \
-             (offset-allocator {:.1} ns, {:.0} ns)  pool: ratio {:.4}, moved {:.3} GB, {} pages mapped  \
-             fixed addresses: ratio {:.4}, {} pages mapped",
+            "{:40} live peak {:>8.3} GB  reserved {:>8.3} GB  ratio {:.4}  {} blocks stitched  {} pages mapped  \
+             {:.1} ns a pair, p99.9 {:.0} ns  (offset-allocator {:.1} ns, {:.0} ns)  \
+             pool: ratio {:.4}, {} pages mapped",
             trace.name,
             trace.live_peak_bytes as f64 / 1e9,
             outcome.reserved_peak_bytes as f64 / 1e9,
             ratio,
-            outcome.bytes_moved as f64 / 1e9,
-            outcome.compactions,
+            outcome.stitches,
             outcome.pages_mapped,
-            modelled_us_per_1000,
             ours.ns_per_pair,
             ours.p999_ns,
             peer.ns_per_pair,
             peer.p999_ns,
             pool_ratio,
-            pool.bytes_moved as f64 / 1e9,
             pool.pages_mapped,
-            fixed_ratio,
-            fixed.pages_mapped,
         )
     };
 

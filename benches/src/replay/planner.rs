@@ -1,4 +1,4 @@
-//! Replay of a trace through a planner: reserved and moved bytes, and the planner's time.
+//! Replay of a trace through a planner: reserved bytes, mapped pages, and the planner's time.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -7,21 +7,17 @@ use zero_alloc::planner::{Planner, PlannerConfig, RangeId, Remedy, Request};
 
 use super::{Op, Trace};
 
-/// Reserved and moved bytes of one replay.
+/// Reserved bytes and mapped pages of one replay.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Outcome {
     /// The peak of reserved bytes.
     pub reserved_peak_bytes: u64,
-    /// Bytes copied by compactions.
-    pub bytes_moved: u64,
-    /// Pages mapped by growth.
+    /// Pages mapped by growth and for stitched blocks.
     pub pages_mapped: u64,
-    /// The number of compactions.
-    pub compactions: u64,
+    /// The number of stitched blocks.
+    pub stitches: u64,
     /// The number of times the space grew.
     pub grows: u64,
-    /// Modelled device time for moving and mapping.
-    pub modelled_ns: f64,
 }
 
 /// The time of one replay.
@@ -51,10 +47,23 @@ pub trait Replay {
     fn free(&mut self, held: Self::Held);
 }
 
+/// A block of the planner.
+#[derive(Clone, Copy, Debug)]
+pub enum PlannerBlock {
+    /// One range.
+    Range(RangeId),
+    /// Several ranges: a place in the replay's list.
+    Stitched(usize),
+}
+
 /// zero-alloc's planner; applies the remedies that it returns.
 #[derive(Debug)]
 pub struct PlannerReplay {
     planner: Planner,
+    /// The ranges of stitched blocks.
+    stitched: Vec<Vec<RangeId>>,
+    /// Places in `stitched` of freed blocks.
+    unused: Vec<usize>,
     /// The outcome so far.
     pub outcome: Outcome,
 }
@@ -64,7 +73,9 @@ impl PlannerReplay {
     pub fn new(config: PlannerConfig, slots: usize) -> Self {
         let ranges = (2 * slots + 1024).min(1 << 24);
         Self {
-            planner: Planner::new(config).with_capacity(ranges),
+            planner: Planner::new(config.stitching(true)).with_capacity(ranges),
+            stitched: Vec::new(),
+            unused: Vec::new(),
             outcome: Outcome::default(),
         }
     }
@@ -76,54 +87,71 @@ impl PlannerReplay {
 
     #[cold]
     #[inline(never)]
-    fn allocate_with_remedy(&mut self, request: Request) -> RangeId {
+    fn allocate_with_remedy(&mut self, request: Request) -> PlannerBlock {
         loop {
-            let cost = self.planner.config().cost;
             let remedy = self.planner.find_remedy(request);
+            let page_bytes = self.planner.config().page_bytes;
             match remedy.unwrap_or_else(|shortage| {
                 panic!("the simulated device has no limit: {shortage:?}")
             }) {
                 Remedy::Grow { bytes } => {
                     self.planner.grow(bytes);
-                    let pages = bytes / self.planner.config().page_bytes;
-                    self.outcome.pages_mapped += pages;
+                    self.outcome.pages_mapped += bytes / page_bytes;
                     self.outcome.grows += 1;
-                    self.outcome.modelled_ns +=
-                        pages as f64 * (cost.create_page_ns + cost.map_page_ns);
                     let reserved = self.planner.reserved_bytes();
                     self.outcome.reserved_peak_bytes =
                         self.outcome.reserved_peak_bytes.max(reserved);
                 }
-                Remedy::Compact(plan) => {
-                    self.outcome.bytes_moved += plan.moved_bytes();
-                    self.outcome.compactions += 1;
-                    self.outcome.modelled_ns += plan.cost_ns;
-                    self.planner.apply(&plan);
+                Remedy::Stitch(plan) => {
+                    self.outcome.pages_mapped += plan.bytes() / page_bytes;
+                    self.outcome.stitches += 1;
+                    let ranges = self.planner.allocate_pieces(&plan, request.tag);
+                    return self.hold(ranges);
                 }
-                other => panic!("stitching is disabled: {other:?}"),
+                other => panic!("an unknown remedy: {other:?}"),
             }
             if let Some((range, _)) = self.planner.allocate(request) {
-                return range;
+                return PlannerBlock::Range(range);
             }
         }
+    }
+
+    fn hold(&mut self, ranges: Vec<RangeId>) -> PlannerBlock {
+        let place = self.unused.pop().unwrap_or(self.stitched.len());
+        if place == self.stitched.len() {
+            self.stitched.push(ranges);
+        } else {
+            self.stitched[place] = ranges;
+        }
+        PlannerBlock::Stitched(place)
     }
 }
 
 impl Replay for PlannerReplay {
-    type Held = RangeId;
+    type Held = PlannerBlock;
 
     #[inline]
-    fn allocate(&mut self, bytes: u64) -> RangeId {
+    fn allocate(&mut self, bytes: u64) -> PlannerBlock {
         let request = Request::new(bytes.max(1));
         match self.planner.allocate(request) {
-            Some((range, _)) => range,
+            Some((range, _)) => PlannerBlock::Range(range),
             None => self.allocate_with_remedy(request),
         }
     }
 
     #[inline]
-    fn free(&mut self, held: RangeId) {
-        self.planner.free(held);
+    fn free(&mut self, held: PlannerBlock) {
+        match held {
+            PlannerBlock::Range(range) => {
+                self.planner.free(range);
+            }
+            PlannerBlock::Stitched(place) => {
+                for range in std::mem::take(&mut self.stitched[place]) {
+                    self.planner.free(range);
+                }
+                self.unused.push(place);
+            }
+        }
     }
 }
 

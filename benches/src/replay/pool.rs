@@ -6,60 +6,39 @@ use std::time::Duration;
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostStream;
 use zero_alloc::testing::Simulated;
-use zero_alloc::{AllocError, Block, Movable, Pool, Purpose};
+use zero_alloc::{AllocError, Block, Pool, Purpose};
 
 use super::{Op, Trace};
 
 const PAGE_BYTES: usize = 2 << 20;
 const DEVICE_BYTES: usize = 1 << 40;
 
-/// Reserved and moved bytes of one replay.
+/// Reserved bytes and mapped pages of one replay.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PoolOutcome {
     /// The peak of reserved bytes, in pages of 2 MiB.
     pub reserved_peak_bytes: u64,
-    /// Bytes copied by compactions.
-    pub bytes_moved: u64,
     /// Pages mapped by growth and for stitched blocks.
     pub pages_mapped: u64,
-}
-
-/// The kind of blocks that the program allocates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Blocks {
-    /// Blocks that the pool may move.
-    Movable,
-    /// Blocks with fixed addresses, as frameworks use them.
-    Fixed,
-}
-
-enum Held {
-    Movable(#[expect(dead_code, reason = "held until it is freed")] Movable<Simulated>),
-    Fixed(#[expect(dead_code, reason = "held until it is freed")] Block<Simulated>),
 }
 
 /// Replays a trace on one stream. Every block is an activation.
 ///
 /// # Errors
 /// The pool failed, for example because the trace exceeds the device's 1 TiB.
-pub fn replay(trace: &Trace, blocks: Blocks) -> Result<PoolOutcome, AllocError> {
+pub fn replay(trace: &Trace) -> Result<PoolOutcome, AllocError> {
     let device = Simulated::new(DEVICE_BYTES as u64, PAGE_BYTES);
     let stream: HostStream = device.create_stream("replay")?;
     let pool = Pool::new(device, DEVICE_BYTES);
-    let mut held: Vec<Option<Held>> = Vec::new();
+    let mut held: Vec<Option<Block<Simulated>>> = Vec::new();
     held.resize_with(trace.slots, || None);
 
     for op in &trace.ops {
         match *op {
             Op::Allocate { slot, bytes } => {
-                let (bytes, dtype, purpose) =
-                    (bytes.max(1) as usize, DType::U8, Purpose::Activations);
-                held[slot as usize] = Some(match blocks {
-                    Blocks::Movable => {
-                        Held::Movable(pool.allocate_movable(bytes, dtype, purpose, &stream)?)
-                    }
-                    Blocks::Fixed => Held::Fixed(pool.allocate(bytes, dtype, purpose, &stream)?),
-                });
+                let bytes = bytes.max(1) as usize;
+                let block = pool.allocate(bytes, DType::U8, Purpose::Activations, &stream)?;
+                held[slot as usize] = Some(block);
             }
             Op::Free { slot } => held[slot as usize] = None,
         }
@@ -71,7 +50,6 @@ pub fn replay(trace: &Trace, blocks: Blocks) -> Result<PoolOutcome, AllocError> 
     let grown = (report.reserved_bytes / PAGE_BYTES) as u64;
     Ok(PoolOutcome {
         reserved_peak_bytes: report.reserved_bytes as u64,
-        bytes_moved: report.moved_bytes,
         pages_mapped: grown + report.stitched_pages,
     })
 }
@@ -84,8 +62,8 @@ mod tests {
     /// The bound of reserved over peak live bytes.
     const GOAL: f64 = 1.03;
 
-    fn ratio(trace: &Trace, blocks: Blocks) -> f64 {
-        let outcome = replay(trace, blocks).expect("allocated");
+    fn ratio(trace: &Trace) -> f64 {
+        let outcome = replay(trace).expect("allocated");
         outcome.reserved_peak_bytes as f64 / trace.live_peak_bytes as f64
     }
 
@@ -94,26 +72,15 @@ mod tests {
         for name in ["gpt2-124m-fixed", "gpt2-350m-varlen", "fsdp2-350m-varlen"] {
             let path = format!("{}/traces/{name}.csv.gz", env!("CARGO_MANIFEST_DIR"));
             let trace = Trace::read(path.as_ref()).expect("a trace");
-            for blocks in [Blocks::Movable, Blocks::Fixed] {
-                let ratio = ratio(&trace, blocks);
-                assert!((1.0..=GOAL).contains(&ratio), "{name}, {blocks:?}: {ratio}");
-            }
+            let ratio = ratio(&trace);
+            assert!((1.0..=GOAL).contains(&ratio), "{name}: {ratio}");
         }
     }
 
     #[test]
     fn synthetic_programs_stay_within_the_bound() {
-        let random = (0..12).map(|seed| Shape::random(seed).trace());
-        for trace in SHAPES.iter().map(Shape::trace).chain(random) {
-            let ratio = ratio(&trace, Blocks::Movable);
-            assert!((1.0..=GOAL).contains(&ratio), "{}: {ratio}", trace.name);
-        }
-    }
-
-    #[test]
-    fn fixed_addresses_stay_within_the_bound() {
         for trace in SHAPES.iter().map(Shape::trace) {
-            let ratio = ratio(&trace, Blocks::Fixed);
+            let ratio = ratio(&trace);
             assert!((1.0..=GOAL).contains(&ratio), "{}: {ratio}", trace.name);
         }
     }

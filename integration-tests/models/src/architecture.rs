@@ -11,9 +11,10 @@ use zero_trainer::{ModelError, ModelRanks, Pass};
 
 use crate::config::json::Keys;
 use crate::config::{ConfigError, init};
-use crate::decoder::gpu::GpuModel;
-use crate::decoder::sequence::Exchanges;
-use crate::decoder::{self, HostModel};
+use crate::decoder::arch::HostModel;
+use crate::decoder::gpu::arch::GpuModel;
+use crate::decoder::passes::passes;
+use crate::decoder::sequence_part::Exchanges;
 use crate::gpt2::config::GptConfig;
 use crate::llama::config::{Family, LlamaConfig};
 use crate::ops::Threads;
@@ -366,7 +367,7 @@ impl ModelConfig {
 
     /// The passes, one per unit.
     pub fn passes(&self) -> Vec<Pass> {
-        decoder::passes(self.layers(), self.tied_head())
+        passes(self.layers(), self.tied_head())
     }
 
     /// The parameter of this name, if the model has it.

@@ -13,10 +13,12 @@ pub mod ops;
 mod options;
 pub mod random;
 mod tensor;
+mod tensor_traffic;
 
 pub use architecture::{ModelConfig, PRESETS, param_kind};
 pub use config::ConfigError;
-pub use decoder::HostModel;
-pub use decoder::gpu::{GpuModel, writes_grad};
+pub use decoder::arch::HostModel;
+pub use decoder::gpu::arch::GpuModel;
+pub use decoder::gpu::writes_grad;
 pub use options::{GpuBytes, ModelOptions};
-pub use tensor::{TensorBytes, TensorElems};
+pub use tensor_traffic::{TensorBytes, TensorElems};

@@ -17,15 +17,13 @@ use zero_optim::OptimError;
 
 use crate::error::TrainError;
 use crate::options::RunOptions;
-use crate::rank::{HostSide, Rank, Settings};
+use crate::rank::{HostSide, Rank};
 use crate::run::run_rank;
+use crate::settings::Settings;
 use crate::step::replay::Replay;
 use crate::telemetry::metrics::StepMetrics;
 use crate::units::RunUnits;
 use crate::workload::{RankSummary, Workload};
-
-/// Alignment of shards in elements: 32 bytes of a 16-bit type.
-pub const SHARD_ALIGN_ELEMS: u64 = 16;
 
 /// Trains on `world_size` ranks of this process, with `threads` threads each. Calls `observe` with
 /// rank 0's metrics of each step.

@@ -31,6 +31,7 @@ mod run;
 mod samples;
 mod saving;
 mod schedule;
+mod settings;
 mod stages;
 mod step;
 mod telemetry;
@@ -43,17 +44,17 @@ pub use {zero_alloc, zero_comm, zero_optim, zero_shard};
 pub use batch::{Batch, BatchRows, IGNORED};
 pub use error::TrainError;
 pub use exchange::RankExchange;
-pub use launch::{SHARD_ALIGN_ELEMS, run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
+pub use launch::{run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
 pub use mesh::MeshSettings;
 pub use model::{Grad, Model, ModelError, ModelRanks, Pass};
 pub use offload::settings::{Home, OffloadSettings, StateFormat};
 pub use options::{
     NextToken, ReplicaChecks, RunOptions, SampleOptions, ValidationData, ValidationOptions,
 };
-pub use rank::Settings;
 pub use rank_bytes::{RankBytes, gathers, piece_elems, scratch_elems, wide_moments};
 pub use saving::state::TrainerState;
 pub use schedule::{StepSchedule, record_on_device, record_on_host};
+pub use settings::Settings;
 pub use stages::optimizer::device_steps;
 pub use step::recorder::AT_STAGE_3;
 pub use telemetry::breakdown::{Breakdown, CommMs, PartsMs, PassMs, UnitsMs};
@@ -61,4 +62,5 @@ pub use telemetry::memory_trace::{MemoryPoint, MemoryTrace};
 pub use telemetry::metrics::{
     Best, CommBytes, MemoryBytes, NvmeBytes, OverlapMs, StepMetrics, Validation,
 };
+pub use units::SHARD_ALIGN_ELEMS;
 pub use workload::{BatchAt, InitialWeights, RankSummary, Workload};

@@ -15,7 +15,8 @@ use zero_shard::{Layout, Tier};
 use crate::error::TrainError;
 use crate::model::Pass;
 use crate::offload::settings::OffloadSettings;
-use crate::rank::{Settings, uses};
+use crate::rank::uses;
+use crate::settings::Settings;
 use crate::stages::optimizer::device_steps;
 use crate::stages::places::places;
 
@@ -290,8 +291,8 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::fixtures::{kind_of, passes, units};
-    use crate::launch::SHARD_ALIGN_ELEMS;
     use crate::offload::settings::{Home, StateFormat};
+    use crate::units::SHARD_ALIGN_ELEMS;
 
     pub(crate) fn settings(stage: ZeroStage, offload: OffloadSettings) -> Settings {
         Settings {

@@ -33,7 +33,8 @@ use crate::step::recorder::{Part, Recorder};
 use crate::telemetry::metrics::Best;
 use crate::telemetry::metrics::StepMetrics;
 use crate::telemetry::observer::{Moved, Observed, Observer, tokens_per_step};
-use crate::telemetry::phase::{Phase, Phased, run_in};
+use crate::telemetry::phase::Phase;
+use crate::telemetry::phased::{Phased, run_in};
 use crate::validation::Evaluations;
 use crate::workload::{RankSummary, Workload};
 

@@ -20,7 +20,8 @@ use crate::model::{Model, ModelError};
 use crate::options::{RunOptions, SampleOptions};
 use crate::rank::Rank;
 use crate::stages::stage::Stage;
-use crate::telemetry::phase::{Phase, run_in};
+use crate::telemetry::phase::Phase;
+use crate::telemetry::phased::run_in;
 
 /// The message of the choosing rank that the text ends.
 const TEXT_ENDS: u32 = u32::MAX;

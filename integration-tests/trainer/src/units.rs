@@ -11,10 +11,12 @@ use zero_ckpt::TensorParallel;
 use zero_shard::{GridLayout, Layout, ParamSpec, TensorCut, TensorPart, UnitSpec, joined_units};
 
 use crate::error::TrainError;
-use crate::launch::SHARD_ALIGN_ELEMS;
 use crate::model::ModelError;
-use crate::rank::Settings;
+use crate::settings::Settings;
 use crate::workload::{InitialWeights, Workload};
+
+/// Alignment of shards in elements: 32 bytes of a 16-bit type.
+pub const SHARD_ALIGN_ELEMS: u64 = 16;
 
 /// The layouts that all ranks share.
 #[derive(Clone, Debug)]

@@ -22,7 +22,8 @@ use crate::options::ValidationOptions;
 use crate::rank::Rank;
 use crate::stages::stage::Stage;
 use crate::telemetry::metrics::{Best, Validation};
-use crate::telemetry::phase::{Phase, run_in};
+use crate::telemetry::phase::Phase;
+use crate::telemetry::phased::run_in;
 
 /// The evaluations of one rank.
 pub(crate) struct Evaluations<'a> {

@@ -19,7 +19,6 @@ use crate::device::{
     same_len,
 };
 use crate::host::HostEvent;
-use crate::planner::CostModel;
 use crate::timeline::Timeline;
 
 /// The alignment of the driver's allocations, in bytes.
@@ -53,7 +52,8 @@ struct Recorder {
 /// A GPU. Clones refer to the same GPU.
 ///
 /// By default its pools use pages if the device has virtual memory: live addresses never move, and
-/// compaction can map instead of copy. [`CudaDevice::with_backings`] selects other memory.
+/// a block can be made of free pages from several places. [`CudaDevice::with_backings`] selects
+/// other memory.
 #[derive(Clone)]
 pub struct CudaDevice {
     shared: Arc<Shared>,
@@ -258,10 +258,6 @@ unsafe impl Memory for CudaDevice {
             .as_ref()
             .filter(|_| matches!(self.kind, Kind::Pages));
         pages.map(|pages| pages as &dyn VirtualMemory)
-    }
-
-    fn cost(&self) -> CostModel {
-        CostModel::H200
     }
 }
 

@@ -8,7 +8,19 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::{DeviceError, DeviceKind};
+use super::DeviceError;
+
+/// The kind of hardware of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DeviceKind {
+    /// The host's own memory and cores: slices can be read as Rust slices.
+    Host,
+    /// An NVIDIA GPU.
+    Cuda,
+    /// No hardware: addresses are fictitious (see `zero_alloc::testing::Simulated`).
+    Simulated,
+}
 
 /// Identifies the memory of a device within the process. Every slice carries the id of its memory.
 ///

@@ -33,8 +33,8 @@ use crate::device::{
     AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream, check_copy,
     next_stream_id, same_len,
 };
-use crate::planner::CostModel;
-use crate::schedule::{Causality, RecordedQueue, Recorder, Work};
+use crate::schedule::{Causality, RecordedQueue, Recorder};
+use crate::timeline::Work;
 pub use crate::timeline::{OpSpan, Timeline};
 pub use event::HostEvent;
 #[cfg(target_os = "linux")]
@@ -257,12 +257,6 @@ unsafe impl Memory for HostDevice {
             return Some(&**pages);
         }
         self.memory.as_ref()?.virtual_memory()
-    }
-
-    fn cost(&self) -> CostModel {
-        self.memory
-            .as_ref()
-            .map_or(CostModel::HOST, |memory| memory.cost())
     }
 }
 

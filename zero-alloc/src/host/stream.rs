@@ -7,8 +7,8 @@ use super::HostEvent;
 use super::execution::{Execution, check_runs};
 use super::queue::{Item, Queue};
 use crate::device::{DeviceError, Event, Stream};
-use crate::schedule::Work;
 use crate::timeline::Enqueued;
+use crate::timeline::Work;
 
 /// A stream of the host: a queue that its own worker thread or the seeded scheduler runs in order.
 /// Items enqueued before the last handle is dropped still run.

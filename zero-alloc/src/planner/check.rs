@@ -1,7 +1,6 @@
 //! Checks of the invariants of [`Offsets`].
 
-use super::offsets::Offsets;
-use super::ranges::{NONE, State};
+use super::ranges::{NONE, Offsets, State};
 use super::size_class::{CLASSES, STEPS, SizeClass};
 
 impl Offsets {
@@ -84,7 +83,7 @@ impl Offsets {
         match range.state {
             State::Free => Ok(()),
             State::Spare => fail("a spare slot is linked among the ranges"),
-            State::Used | State::Pinned => {
+            State::Used => {
                 if range.start & ((1 << range.align_log2) - 1) != 0 {
                     return fail("not aligned");
                 }

@@ -3,9 +3,7 @@
 #![deny(unsafe_code)]
 
 mod check;
-mod compaction;
 mod offsets;
-mod placement_policy;
 #[expect(
     clippy::module_inception,
     reason = "the file is named for its one type"
@@ -15,9 +13,11 @@ mod ranges;
 mod request;
 mod search;
 mod size_class;
+mod stitch;
 
-pub use compaction::{Compaction, CostModel, Relocation, Stitch};
-pub use offsets::RangeId;
-pub(crate) use offsets::{Offsets, Pick, Side};
 pub use planner::{Planner, PlannerConfig, PlannerReport};
+pub(crate) use ranges::Offsets;
+pub use ranges::RangeId;
 pub use request::{Lifetime, Remedy, Request, Shortage, TAGS};
+pub(crate) use search::{Pick, Side};
+pub use stitch::Stitch;

@@ -4,53 +4,9 @@
 //! or free. Two free ranges of a segment are never adjacent: freeing joins neighbours. Free ranges
 //! are listed by [size class](super::size_class), so that finding one is a few bit operations.
 
-use super::ranges::{NONE, Range, State};
-use super::search::place;
+use super::ranges::{NONE, Offsets, Range, RangeId, State};
+use super::search::{Pick, Side, place};
 use super::size_class::{CLASSES, STEPS, SizeClass};
-
-/// The id of a used range, valid until the range is freed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RangeId(pub(super) u32);
-
-/// The end of a free range from which a request is cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Side {
-    /// The lower offsets.
-    Low,
-    /// The higher offsets.
-    High,
-}
-
-/// The choice among the free ranges that fit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Pick {
-    /// The smallest of the first few of a size class; constant time.
-    Best,
-    /// The range with the highest offset. Its time grows with the number of free ranges of that
-    /// size or above, so it is for large requests, of which a space holds only few.
-    Highest,
-    /// The range with the lowest offset; its time as above.
-    Lowest,
-}
-
-/// The free and used ranges of an offset space.
-#[derive(Clone, Debug)]
-pub(crate) struct Offsets {
-    pub(super) granule: u64,
-    pub(super) granule_log2: u32,
-    pub(super) ranges: Vec<Range>,
-    /// The first spare slot.
-    pub(super) spare: u32,
-    /// The first range of each class, and bits that mark the classes and powers of two that have
-    /// one.
-    pub(super) heads: Box<[u32; CLASSES]>,
-    pub(super) steps_in_use: [u32; CLASSES / STEPS],
-    pub(super) levels_in_use: u64,
-    /// Bytes in no used range.
-    pub(super) free_bytes: u64,
-    /// Bytes of all segments.
-    bytes: u64,
-}
 
 impl Offsets {
     /// An empty space whose ranges are multiples of `granule` bytes, a power of two.
@@ -234,8 +190,7 @@ impl Offsets {
         Some((RangeId(used), start))
     }
 
-    /// Allocates the `bytes` at `start`, whole granules, as a pinned range; `None` if they are not
-    /// all free.
+    /// Allocates the `bytes` at `start`, whole granules; `None` if they are not all free.
     pub(super) fn allocate_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
         let mut at = self.first();
         while at != NONE && self.ranges[at as usize].end() < start + bytes {
@@ -249,7 +204,7 @@ impl Offsets {
         let used = self.carve(at, start, bytes);
         let range = &mut self.ranges[used as usize];
         (range.state, range.tag, range.align_log2) =
-            (State::Pinned, tag, self.granule.trailing_zeros() as u8);
+            (State::Used, tag, self.granule.trailing_zeros() as u8);
         Some(RangeId(used))
     }
 
@@ -291,10 +246,7 @@ impl Offsets {
     pub(crate) fn free(&mut self, id: RangeId) -> (u64, u64) {
         let at = id.0;
         let range = &self.ranges[at as usize];
-        assert!(
-            matches!(range.state, State::Used | State::Pinned),
-            "{id:?} is not in use"
-        );
+        assert!(range.state == State::Used, "{id:?} is not in use");
         let start = range.start;
         let bytes = range.bytes;
         let below = range.below;
@@ -332,11 +284,6 @@ impl Offsets {
         (start, bytes)
     }
 
-    /// Pins a used range, so that it never moves, or unpins it.
-    pub(super) fn pin(&mut self, id: RangeId, pinned: bool) {
-        self.ranges[id.0 as usize].state = if pinned { State::Pinned } else { State::Used };
-    }
-
     /// The largest free range.
     pub(super) fn largest_free_bytes(&self) -> u64 {
         let Some(level) = self.levels_in_use.checked_ilog2().map(|l| l as usize) else {
@@ -355,13 +302,13 @@ impl Offsets {
     }
 
     /// Calls `visit` with every range in order of offset: first offset, bytes, the tag if it is
-    /// used, whether it is pinned.
-    pub(crate) fn for_each(&self, mut visit: impl FnMut(u64, u64, Option<u8>, bool)) {
+    /// used.
+    pub(crate) fn for_each(&self, mut visit: impl FnMut(u64, u64, Option<u8>)) {
         let mut at = self.first();
         while at != NONE {
             let range = &self.ranges[at as usize];
             let tag = (range.state != State::Free).then_some(range.tag);
-            visit(range.start, range.bytes, tag, range.state == State::Pinned);
+            visit(range.start, range.bytes, tag);
             at = range.above;
         }
     }

@@ -1,16 +1,18 @@
 //! The planner: it assigns an offset to every block, and finds a remedy when a request does not
 //! fit.
 //!
-//! The space grows at its high end, a page at a time, and only while reserved bytes stay within a
-//! configured fraction (the slack) above the peak of live bytes. When a request does not fit and
-//! the space may not grow, free bytes are made contiguous instead. So reserved memory is bounded by
-//! peak live memory whatever the order of sizes and lifetimes; placement only affects how often
-//! bytes must be moved.
+//! The space grows at its high end, a page at a time, while reserved bytes stay within a configured
+//! fraction (the slack) above the peak of live bytes. When a request does not fit and the space may
+//! not grow, a request of a page or more gets free pages from several places, mapped at contiguous
+//! addresses. The space grows beyond the slack only where whole free pages do not suffice.
 
-use super::compaction::{self, Compaction, CostModel, Stitch};
-use super::offsets::{Offsets, RangeId};
-use super::placement_policy::PlacementPolicy;
-use super::request::{Remedy, Request, Shortage, TAGS};
+use super::ranges::{Offsets, RangeId};
+use super::request::{Lifetime, Remedy, Request, Shortage, TAGS};
+use super::search::{Pick, Side};
+use super::stitch::{self, Stitch};
+
+/// A request is large if it exceeds the reserved bytes shifted right by this.
+const LARGE_LOG2: u32 = 7;
 
 /// The parameters of a [`Planner`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,8 +28,6 @@ pub struct PlannerConfig {
     pub slack: f64,
     /// Whether free pages can be mapped at other addresses (see [`Stitch`]).
     pub stitching: bool,
-    /// The cost of moving and mapping.
-    pub cost: CostModel,
 }
 
 impl Default for PlannerConfig {
@@ -38,7 +38,6 @@ impl Default for PlannerConfig {
             limit_bytes: u64::MAX >> 1,
             slack: 0.028,
             stitching: false,
-            cost: CostModel::H200,
         }
     }
 }
@@ -78,13 +77,6 @@ impl PlannerConfig {
         self.stitching = stitching;
         self
     }
-
-    /// Sets [`PlannerConfig::cost`].
-    #[must_use]
-    pub fn cost(mut self, cost: CostModel) -> Self {
-        self.cost = cost;
-        self
-    }
 }
 
 /// The bytes of a planner's space.
@@ -112,9 +104,8 @@ pub struct Planner {
     config: PlannerConfig,
     peak_live_bytes: u64,
     by_tag: [u64; TAGS],
-    policy: PlacementPolicy,
-    /// The peak at the last compaction; an unchanged peak means that the program repeats itself.
-    peak_at_compaction: u64,
+    /// Whether the last large request was placed at the high end.
+    last_is_high: bool,
 }
 
 impl Planner {
@@ -129,8 +120,7 @@ impl Planner {
             config,
             peak_live_bytes: 0,
             by_tag: [0; TAGS],
-            policy: PlacementPolicy::default(),
-            peak_at_compaction: 0,
+            last_is_high: false,
         }
     }
 
@@ -152,13 +142,29 @@ impl Planner {
     #[inline]
     pub fn allocate(&mut self, request: Request) -> Option<(RangeId, u64)> {
         let free_before = self.space.free_bytes();
-        let (side, pick) = self.policy.choose(&request, self.space.bytes());
+        let (side, pick) = self.place(&request);
         let tag = request.tag % TAGS as u8;
         let allocated = self
             .space
             .allocate(request.bytes, request.align, side, pick, tag)?;
         self.count(tag, free_before - self.space.free_bytes());
         Some(allocated)
+    }
+
+    /// The end of a free range, and the choice among those that fit. Large requests alternate
+    /// between the highest and the lowest place; long-lived and small ones are packed at the low
+    /// end.
+    #[inline]
+    fn place(&mut self, request: &Request) -> (Side, Pick) {
+        let is_large = request.bytes > self.space.bytes() >> LARGE_LOG2;
+        if request.lifetime == Lifetime::Long || !is_large {
+            return (Side::Low, Pick::Best);
+        }
+        self.last_is_high = !self.last_is_high;
+        match self.last_is_high {
+            true => (Side::High, Pick::Highest),
+            false => (Side::Low, Pick::Lowest),
+        }
     }
 
     #[inline]
@@ -183,7 +189,7 @@ impl Planner {
     /// fits.
     ///
     /// # Errors
-    /// Neither growing nor moving helps within the limit.
+    /// Neither growing nor mapping helps within the limit.
     pub fn find_remedy(&self, request: Request) -> Result<Remedy, Shortage> {
         let shortage = || self.shortage(request.bytes);
         let page = self.config.page_bytes;
@@ -212,60 +218,30 @@ impl Planner {
         }
 
         if cap > reserved {
-            // Too little for the request, but it makes moving cheaper.
+            // Too little for the request, but more pages to map.
             return Ok(Remedy::Grow {
                 bytes: cap - reserved,
             });
         }
 
-        match self.find_remedy_without_growing(request) {
-            Some(remedy) => Ok(remedy),
-            // Pinned ranges are in the way: exceeding the slack is better than failing.
+        match self.find_stitch(request) {
+            Some(stitch) => Ok(Remedy::Stitch(stitch)),
+            // Exceeding the slack is better than failing.
             None if reserved + grow <= limit => Ok(Remedy::Grow { bytes: grow }),
             None => Err(shortage()),
         }
     }
 
-    /// As [`Planner::find_remedy`], but within the reserved bytes.
-    pub(crate) fn find_remedy_without_growing(&self, request: Request) -> Option<Remedy> {
+    /// Free pages for a request, within the reserved bytes.
+    pub(crate) fn find_stitch(&self, request: Request) -> Option<Stitch> {
         let page = self.config.page_bytes;
-        let Request { bytes, align, .. } = Request {
-            bytes: request.bytes.max(1),
-            ..request
-        };
-        let compact = self.plan_compaction(bytes, align);
-        let stitch = (self.config.stitching && bytes >= page && align <= page)
-            .then(|| compaction::plan_stitch(&self.space, bytes, page, &self.config.cost))
-            .flatten();
-        match (compact, stitch) {
-            (Some(compact), Some(stitch)) if compact.cost_ns <= stitch.cost_ns => {
-                Some(Remedy::Compact(compact))
-            }
-            (_, Some(stitch)) => Some(Remedy::Stitch(stitch)),
-            (Some(compact), None) => Some(Remedy::Compact(compact)),
-            (None, None) => None,
-        }
+        let is_stitchable = self.config.stitching && request.bytes >= page && request.align <= page;
+        is_stitchable
+            .then(|| stitch::plan(&self.space, request.bytes, page))
+            .flatten()
     }
 
-    /// The free parts of `spans`.
-    pub(crate) fn free_within(
-        &self,
-        spans: impl IntoIterator<Item = std::ops::Range<u64>>,
-    ) -> Vec<std::ops::Range<u64>> {
-        let mut free = Vec::new();
-        for span in spans {
-            self.space.for_each(|start, bytes, tag, _| {
-                let from = start.max(span.start);
-                let to = (start + bytes).min(span.end);
-                if tag.is_none() && from < to {
-                    free.push(from..to);
-                }
-            });
-        }
-        free
-    }
-
-    /// Allocates the pieces of a plan that was made for the current state, as pinned ranges.
+    /// Allocates the pieces of a plan that was made for the current state.
     ///
     /// # Panics
     /// The plan was made for a different state.
@@ -279,8 +255,7 @@ impl Planner {
             .collect()
     }
 
-    /// Allocates exactly the `bytes` at `start`, whole granules, as a pinned range; `None` if they
-    /// are not all free.
+    /// Allocates exactly the `bytes` at `start`, whole granules; `None` if they are not all free.
     pub(crate) fn allocate_at(&mut self, start: u64, bytes: u64, tag: u8) -> Option<RangeId> {
         let id = self.space.allocate_at(start, bytes, tag % TAGS as u8)?;
         self.count(tag, bytes);
@@ -293,14 +268,9 @@ impl Planner {
         self.space.add_segment(bytes)
     }
 
-    /// The size of the largest contiguous free range that compaction could make.
-    pub(crate) fn largest_after_compaction(&self) -> u64 {
-        compaction::largest_reachable(&self.space, &self.config.cost)
-    }
-
     /// Calls `visit` with every range in order of offset: first offset, bytes, the tag if it is
-    /// used, whether it is pinned.
-    pub(crate) fn for_each_range(&self, visit: impl FnMut(u64, u64, Option<u8>, bool)) {
+    /// used.
+    pub(crate) fn for_each_range(&self, visit: impl FnMut(u64, u64, Option<u8>)) {
         self.space.for_each(visit);
     }
 
@@ -312,29 +282,6 @@ impl Planner {
     /// Cuts the free pages at the high end off the space; returns their bytes.
     pub fn shrink(&mut self) -> u64 {
         self.space.trim(self.config.page_bytes)
-    }
-
-    /// A plan that opens `bytes` of contiguous free space; nothing moves until it is
-    /// [applied](Planner::apply).
-    pub fn plan_compaction(&self, bytes: u64, align: u64) -> Option<Compaction> {
-        compaction::plan(&self.space, bytes, align, &self.config.cost)
-    }
-
-    /// Records that the moves of `plan` were made; ranges keep their ids.
-    ///
-    /// # Panics
-    /// The plan was made for a different state of this planner.
-    pub fn apply(&mut self, plan: &Compaction) {
-        self.space.relocate(plan);
-        if self.peak_at_compaction == self.peak_live_bytes {
-            self.policy = self.policy.next();
-        }
-        self.peak_at_compaction = self.peak_live_bytes;
-    }
-
-    /// Pins a range, so that it never moves, or unpins it.
-    pub fn pin(&mut self, id: RangeId, pinned: bool) {
-        self.space.pin(id, pinned);
     }
 
     /// The first offset of a range.

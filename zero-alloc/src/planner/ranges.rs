@@ -1,12 +1,11 @@
-//! The ranges of an [`Offsets`] space as two kinds of linked lists: all by offset, the free ones
+//! An [`Offsets`] space: its ranges as two kinds of linked lists: all by offset, the free ones
 //! also by size class.
 //!
 //! Links are slot numbers. Slot [`NONE`] is a sentinel that makes the list by offset a ring: its
 //! `above` is the first range and its `below` the last; its other fields are meaningless. So no
 //! link needs a check before it is followed or written.
 
-use super::offsets::Offsets;
-use super::size_class::{CLASSES, SizeClass};
+use super::size_class::{CLASSES, STEPS, SizeClass};
 
 /// The sentinel's slot.
 pub(super) const NONE: u32 = 0;
@@ -15,8 +14,6 @@ pub(super) const NONE: u32 = 0;
 pub(super) enum State {
     Free,
     Used,
-    /// Used, and never moved, because its address is in use.
-    Pinned,
     /// The slot holds no range.
     Spare,
 }
@@ -57,6 +54,29 @@ impl Range {
     pub(super) fn end(&self) -> u64 {
         self.start + self.bytes
     }
+}
+
+/// The id of a used range, valid until the range is freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RangeId(pub(super) u32);
+
+/// The free and used ranges of an offset space.
+#[derive(Clone, Debug)]
+pub(crate) struct Offsets {
+    pub(super) granule: u64,
+    pub(super) granule_log2: u32,
+    pub(super) ranges: Vec<Range>,
+    /// The first spare slot.
+    pub(super) spare: u32,
+    /// The first range of each class, and bits that mark the classes and powers of two that have
+    /// one.
+    pub(super) heads: Box<[u32; CLASSES]>,
+    pub(super) steps_in_use: [u32; CLASSES / STEPS],
+    pub(super) levels_in_use: u64,
+    /// Bytes in no used range.
+    pub(super) free_bytes: u64,
+    /// Bytes of all segments.
+    pub(super) bytes: u64,
 }
 
 impl Offsets {

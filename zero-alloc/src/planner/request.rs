@@ -1,13 +1,12 @@
 //! Requests to a planner, and the remedies for requests that do not fit.
 
-use super::{Compaction, Stitch};
+use super::Stitch;
 
 /// The expected lifetime of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Lifetime {
-    /// As long as the model. The first placement policy packs these blocks at the low end; later
-    /// ones ignore the hint.
+    /// As long as the model: packed at the low end.
     Long,
     /// Within a step; placed like `Unknown`.
     Short,
@@ -77,8 +76,6 @@ pub enum Remedy {
         /// The number of bytes, a multiple of the page size.
         bytes: u64,
     },
-    /// Move used ranges, then call [`Planner::apply`](super::Planner::apply).
-    Compact(Compaction),
     /// Map free pages under new addresses and call
     /// [`Planner::allocate_pieces`](super::Planner::allocate_pieces), which allocates the request.
     Stitch(Stitch),

@@ -1,8 +1,28 @@
 //! Finding a free range that holds a request.
 
-use super::offsets::{Offsets, Pick, Side};
-use super::ranges::{NONE, Range};
+use super::ranges::{NONE, Offsets, Range};
 use super::size_class::{STEPS, SizeClass};
+
+/// The end of a free range from which a request is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Side {
+    /// The lower offsets.
+    Low,
+    /// The higher offsets.
+    High,
+}
+
+/// The choice among the free ranges that fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Pick {
+    /// The smallest of the first few of a size class; constant time.
+    Best,
+    /// The range with the highest offset. Its time grows with the number of free ranges of that
+    /// size or above, so it is for large requests, of which a space holds only few.
+    Highest,
+    /// The range with the lowest offset; its time as above.
+    Lowest,
+}
 
 /// The number of ranges of a class that are compared before the search goes on to the next class.
 const TRIES: usize = 4;

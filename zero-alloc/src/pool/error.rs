@@ -12,8 +12,7 @@ pub enum AllocError {
     /// The request exceeds the budget, or the device is out of memory.
     #[error(
         "failed to allocate {requested_bytes} bytes for {purpose:?}: {}; the pool has {live_bytes} bytes live ({}), and \
-         {free_bytes} bytes reserved and free, {largest_free_bytes} of them contiguous \
-         ({after_compaction_bytes} after compaction)",
+         {free_bytes} bytes reserved and free, {largest_free_bytes} of them contiguous",
         cause(*budget_bytes, device.as_deref()),
         list(holders)
     )]
@@ -31,8 +30,6 @@ pub enum AllocError {
         free_bytes: usize,
         /// The largest contiguous part of `free_bytes`.
         largest_free_bytes: usize,
-        /// The largest contiguous part that compaction could make of `free_bytes`.
-        after_compaction_bytes: usize,
         /// Live bytes by purpose, the largest first.
         holders: Vec<(Purpose, usize)>,
     },
@@ -86,7 +83,6 @@ impl<D: Device> State<D> {
             budget_bytes,
             free_bytes: planner.free_bytes as usize,
             largest_free_bytes: planner.largest_free_bytes as usize,
-            after_compaction_bytes: self.planner.largest_after_compaction() as usize,
             holders,
         }
     }

@@ -1,14 +1,13 @@
-//! A pool whose device fails: the order between streams, the numbers in errors, and the contents of
-//! other blocks.
+//! A pool whose device fails: the order between streams, and the numbers in errors.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::stitched::KEPT;
-use crate::device::{DType, Device, DeviceError, Event, Stream};
+use crate::device::{DType, Device, Event, Stream};
 use crate::host::{HostDevice, HostPages, HostStream, Monitor};
 use crate::testing::{Call, Faulty, FaultyStream, Simulated};
-use crate::{AllocError, Block, MemoryKind, Movable, Pool, Purpose};
+use crate::{AllocError, Block, MemoryKind, Pool, Purpose};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const PAGE: usize = 1 << 16;
@@ -17,11 +16,6 @@ type Streams = FaultyStream<HostStream>;
 
 fn allocate<D: Device>(pool: &Pool<D>, bytes: usize, stream: &D::Stream) -> Block<D> {
     pool.allocate(bytes, DType::U8, Purpose::Params, stream)
-        .expect("allocated")
-}
-
-fn allocate_movable<D: Device>(pool: &Pool<D>, bytes: usize, stream: &D::Stream) -> Movable<D> {
-    pool.allocate_movable(bytes, DType::U8, Purpose::Params, stream)
         .expect("allocated")
 }
 
@@ -51,12 +45,6 @@ fn has_run(stream: &Streams) -> bool {
 
 fn open(blocked: &Monitor<bool>) {
     blocked.update(|open| *open = true);
-}
-
-/// A use of a block without operations.
-fn touch(block: &Movable<Faulty<HostDevice>>, stream: &Streams) -> Result<(), DeviceError> {
-    // SAFETY: nothing is enqueued.
-    unsafe { block.with(stream, |_| ()) }
 }
 
 #[test]
@@ -157,175 +145,6 @@ fn hazards_survive_a_refused_wait() {
         assert!(!has_run(user), "y still uses the bytes");
         open(&blocked_y);
         user.synchronize(LIMIT).expect("ran");
-    }
-}
-
-#[test]
-fn a_refused_move_keeps_the_targets_hazards() {
-    let device = Faulty::new(HostDevice::new());
-    let [a, b, c, d] = ["a", "b", "c", "d"].map(|name| stream(&device, name));
-    let pool = Pool::new(device.clone(), 1 << 20);
-    let quarter = 1 << 18;
-    let first = allocate(&pool, quarter, &a);
-    let second = allocate_movable(&pool, quarter, &b);
-    let third = allocate(&pool, quarter, &a);
-    let fourth = allocate_movable(&pool, quarter, &b);
-    let blocked = block_stream(&a);
-    drop((first, third));
-    device.fail(Call::Copy, 1);
-    pool.compact(2 * quarter, &b)
-        .expect_err("the copy is refused");
-    pool.check_invariants().expect("sound");
-    // Nothing has moved, and nothing is lost.
-    touch(&second, &b).expect("as before");
-    touch(&fourth, &b).expect("as before");
-    let low = allocate(&pool, quarter, &c);
-    let high = allocate(&pool, quarter, &d);
-    assert!(!has_run(&c) && !has_run(&d), "a still uses the bytes");
-    open(&blocked);
-    c.synchronize(LIMIT)
-        .and_then(|()| d.synchronize(LIMIT))
-        .expect("ran");
-    drop((low, high));
-}
-
-/// A pool of 16 pages: a hole of a page, freed by another stream, then movable blocks of the given
-/// numbers of pages.
-fn hole_and(
-    pages: &[usize],
-    device: &Faulty<HostDevice>,
-    on: &Streams,
-) -> (Pool<Faulty<HostDevice>>, Vec<Movable<Faulty<HostDevice>>>) {
-    let pool = Pool::new(device.clone(), 16 * PAGE);
-    let hole = allocate(&pool, PAGE, &stream(device, "hole"));
-    let blocks = pages
-        .iter()
-        .map(|pages| allocate_movable(&pool, pages * PAGE, on))
-        .collect();
-    drop(hole);
-    (pool, blocks)
-}
-
-#[test]
-fn a_half_moved_block_is_lost() {
-    let device = Faulty::new(HostDevice::new());
-    let [b, c] = ["b", "c"].map(|name| stream(&device, name));
-    let (pool, blocks) = hole_and(&[8], &device, &b);
-    let blocked = block_stream(&b);
-    // It slides down by a page, a page at a time.
-    device.fail(Call::Copy, 3);
-    pool.compact(8 * PAGE, &b).expect_err("the copy is refused");
-    pool.check_invariants().expect("sound");
-    let error = touch(&blocks[0], &b).expect_err("lost").to_string();
-    assert!(
-        error.contains("contents were lost") && error.contains("Copy 3 fails"),
-        "{error}"
-    );
-    // Two copies are still pending; the next user of their bytes waits for them.
-    let low = allocate(&pool, PAGE, &c);
-    assert!(!has_run(&c));
-    drop(blocks);
-    drop(low);
-    let whole = allocate(&pool, 16 * PAGE, &c);
-    assert!(!has_run(&c));
-    open(&blocked);
-    c.synchronize(LIMIT).expect("ran");
-    drop(whole);
-}
-
-#[test]
-fn moves_before_a_refused_one_remain() {
-    let device = Faulty::new(HostDevice::new());
-    let [b, c] = ["b", "c"].map(|name| stream(&device, name));
-    let (pool, blocks) = hole_and(&[2, 2, 2], &device, &b);
-    for (value, block) in blocks.iter().enumerate() {
-        // SAFETY: one stream does all.
-        let filled = unsafe {
-            block.with(&b, |slice| {
-                device.upload(&b, &vec![value as u8; 2 * PAGE], slice, LIMIT)
-            })
-        };
-        filled.expect("the stream is there").expect("uploaded");
-    }
-
-    let blocked = block_stream(&b);
-    // Each slides down by a page, a page at a time.
-    device.fail(Call::Copy, 3);
-    pool.compact(10 * PAGE, &b)
-        .expect_err("the copy is refused");
-    pool.check_invariants().expect("sound");
-    assert_eq!(pool.report().moved_bytes, 2 * PAGE as u64);
-    let vacated = allocate(&pool, PAGE, &c);
-    assert!(!has_run(&c));
-    open(&blocked);
-    drop(vacated);
-
-    for (value, block) in blocks.iter().enumerate() {
-        let mut seen = vec![9; 2 * PAGE];
-        // SAFETY: one stream does all.
-        let read = unsafe { block.with(&b, |slice| device.download(&b, slice, &mut seen, LIMIT)) };
-        read.expect("not lost").expect("downloaded");
-        assert!(
-            seen.iter().all(|byte| *byte == value as u8),
-            "block {value}"
-        );
-    }
-}
-
-#[test]
-fn moves_without_an_event_lose_the_block() {
-    let device = Faulty::new(HostDevice::new());
-    let [b, c] = ["b", "c"].map(|name| stream(&device, name));
-    let (pool, blocks) = hole_and(&[1], &device, &b);
-    let blocked = block_stream(&b);
-    // The first record is the wait for the hole.
-    device.fail(Call::Record, 2);
-    pool.compact(15 * PAGE, &b).expect_err("no event");
-    pool.check_invariants().expect("sound");
-    assert!(
-        touch(&blocks[0], &c)
-            .expect_err("lost")
-            .to_string()
-            .contains("Record")
-    );
-    let vacated = allocate(&pool, PAGE, &c);
-    assert!(!has_run(&c), "the copy of the old bytes is still pending");
-    open(&blocked);
-    c.synchronize(LIMIT).expect("ran");
-    drop(vacated);
-}
-
-#[test]
-fn a_block_with_an_unrecorded_use_never_moves() {
-    let device = Faulty::new(HostDevice::new());
-    let b = stream(&device, "b");
-    let (pool, blocks) = hole_and(&[1], &device, &b);
-    device.fail(Call::Record, 1);
-    touch(&blocks[0], &b).expect("enqueued");
-    touch(&blocks[0], &b).expect("enqueued");
-    pool.compact(15 * PAGE, &b).expect("nothing can move");
-    assert_eq!(pool.report().moved_bytes, 0);
-}
-
-#[test]
-fn an_unrecorded_use_outlives_its_block() {
-    for refused_again in [false, true] {
-        let device = Faulty::new(HostDevice::new());
-        let [b, c, d] = ["b", "c", "d"].map(|name| stream(&device, name));
-        let pool = Pool::new(device.clone(), 16 * PAGE);
-        let block = allocate_movable(&pool, 16 * PAGE, &b);
-        let blocked = block_stream(&c);
-        device.fail(Call::Record, 1);
-        touch(&block, &c).expect("enqueued");
-        if refused_again {
-            device.fail(Call::Record, 1);
-        }
-        drop(block);
-        let next = allocate(&pool, 16 * PAGE, &d);
-        assert!(!has_run(&d), "c still uses the bytes");
-        open(&blocked);
-        d.synchronize(LIMIT).expect("ran");
-        drop(next);
     }
 }
 

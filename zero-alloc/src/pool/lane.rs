@@ -322,7 +322,7 @@ impl<D: Device> LaneState<D> {
     /// Calls `visit` with every range: its first offset in the pool's space, bytes, and the tag if
     /// it is used.
     pub(super) fn for_each_range(&self, mut visit: impl FnMut(u64, u64, Option<u8>)) {
-        self.space.for_each(&mut |start, bytes, tag, _| {
+        self.space.for_each(&mut |start, bytes, tag| {
             let after = self.chunks.partition_point(|chunk| chunk.start <= start);
             let chunk = &self.chunks[after - 1];
             visit(chunk.offset + (start - chunk.start), bytes, tag);

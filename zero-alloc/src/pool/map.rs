@@ -16,8 +16,6 @@ pub struct Span {
     pub bytes: u64,
     /// The purpose that holds it; `None` if it is free.
     pub purpose: Option<Purpose>,
-    /// Whether it is pinned: its address is in use, so compaction does not move it.
-    pub fixed: bool,
 }
 
 /// A pool's memory at one moment.
@@ -41,12 +39,12 @@ impl<D: Device> Pool<D> {
             });
         }
         let mut map = MemoryMap::default();
-        state.planner.for_each_range(|start, bytes, tag, fixed| {
+        state.planner.for_each_range(|start, bytes, tag| {
             if tag != Some(LANE_TAG) {
-                return map.push(start, bytes, tag, fixed);
+                return map.push(start, bytes, tag);
             }
             for (start, (bytes, tag)) in of_lanes.range(start..start + bytes) {
-                map.push(*start, *bytes, *tag, tag.is_some());
+                map.push(*start, *bytes, *tag);
             }
         });
         map
@@ -54,20 +52,16 @@ impl<D: Device> Pool<D> {
 }
 
 impl MemoryMap {
-    fn push(&mut self, start: u64, bytes: u64, tag: Option<u8>, fixed: bool) {
+    fn push(&mut self, start: u64, bytes: u64, tag: Option<u8>) {
         let purpose = tag.and_then(|tag| Purpose::ALL.get(tag as usize).copied());
         match self.spans.last_mut() {
-            Some(last)
-                if (last.purpose, last.fixed) == (purpose, fixed)
-                    && last.start + last.bytes == start =>
-            {
+            Some(last) if last.purpose == purpose && last.start + last.bytes == start => {
                 last.bytes += bytes;
             }
             _ => self.spans.push(Span {
                 start,
                 bytes,
                 purpose,
-                fixed,
             }),
         }
     }
@@ -122,7 +116,6 @@ mod tests {
             start,
             bytes,
             purpose,
-            fixed: false,
         };
         let spans = vec![
             span(0, 50, Some(Purpose::Params)),

@@ -23,7 +23,6 @@ mod lane_tests;
 #[cfg(all(test, loom))]
 mod loom_tests;
 mod map;
-mod movable;
 mod purpose;
 mod release;
 mod report;
@@ -50,7 +49,6 @@ pub use block::Block;
 pub use block_map::BlockMap;
 pub use error::AllocError;
 pub use map::{MemoryMap, Span};
-pub use movable::Movable;
 pub use purpose::Purpose;
 pub use report::{Change, Held, MemoryKind, Report};
 
@@ -93,8 +91,7 @@ impl<D: Device> Pool<D> {
         let granule = device.granularity_bytes().min(ALIGN_BYTES) as u64;
         let mut config = PlannerConfig::default()
             .granule_bytes(granule)
-            .page_bytes(granule)
-            .cost(device.cost());
+            .page_bytes(granule);
         let mut source = Source::Backings(Backings::default());
         let mut kind = MemoryKind::Backings;
 
@@ -115,11 +112,8 @@ impl<D: Device> Pool<D> {
             source,
             hazards: Hazards::default(),
             views: Views::default(),
-            movable: Default::default(),
             account: Account::default(),
             lane_bytes: 0,
-            moved_bytes: 0,
-            compactions: 0,
         };
 
         let chunk_bytes = lane::chunk_bytes(budget_bytes, granule as usize);
@@ -283,7 +277,7 @@ impl<D: Device> Pool<D> {
         state.out_of_memory(&report, bytes, purpose, self.central().budget_bytes, device)
     }
 
-    /// The pool's live, reserved and moved bytes. Exact, except that if several threads allocate, a
+    /// The pool's live and reserved bytes. Exact, except that if several threads allocate, a
     /// peak is the sum of each lane's own peak: an upper bound.
     pub fn report(&self) -> Report {
         let (lanes, state) = self.lock();
@@ -294,8 +288,6 @@ impl<D: Device> Pool<D> {
         let planner = state.planner.report();
         report.free_bytes = planner.free_bytes as usize;
         report.largest_free_bytes = planner.largest_free_bytes as usize;
-        report.moved_bytes = state.moved_bytes;
-        report.compactions = state.compactions;
         report.stitched_pages = state.views.mapped_pages();
         for lane in &lanes {
             report.add_held(&lane.account.report);
@@ -335,25 +327,6 @@ impl<D: Device> Pool<D> {
             .collect();
         changes.sort_by_key(|change| change.at);
         changes
-    }
-
-    /// Moves blocks so that `bytes` of free memory are contiguous, by copies on `stream`. Only
-    /// [`Movable`] blocks move, and only while no [`Movable::with`] runs. Returns the contiguous
-    /// bytes: fewer than requested if blocks with fixed addresses are in the way.
-    ///
-    /// # Errors
-    /// The stream failed, or is of another device.
-    pub fn compact(&self, bytes: usize, stream: &D::Stream) -> Result<usize, AllocError> {
-        self.device().check_stream("compact", stream)?;
-        let mut state = self.central().state.lock();
-        let reachable = state.planner.largest_after_compaction();
-        let wanted = (bytes as u64).min(reachable);
-        if wanted > state.planner.report().largest_free_bytes
-            && let Some(plan) = state.planner.plan_compaction(wanted, 1)
-        {
-            state.apply(self.device(), &plan, stream)?;
-        }
-        Ok(state.planner.report().largest_free_bytes as usize)
     }
 
     /// Checks the planner's invariants and the accounts; for tests.

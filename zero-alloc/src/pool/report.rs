@@ -63,10 +63,6 @@ pub struct Report {
     pub free_bytes: usize,
     /// The largest contiguous part of `free_bytes`.
     pub largest_free_bytes: usize,
-    /// Bytes that compaction has moved so far.
-    pub moved_bytes: u64,
-    /// The number of compactions so far.
-    pub compactions: u64,
     /// Pages mapped for stitched blocks so far.
     pub stitched_pages: u64,
 }
@@ -124,11 +120,7 @@ impl fmt::Display for Report {
             }
         }
 
-        write!(
-            f,
-            "; {} bytes moved, {} pages stitched; {memory}",
-            self.moved_bytes, self.stitched_pages
-        )
+        write!(f, "; {} pages stitched; {memory}", self.stitched_pages)
     }
 }
 

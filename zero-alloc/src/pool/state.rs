@@ -1,14 +1,12 @@
-//! The state that a pool's lock protects: allocating, freeing, moving.
-
-use std::collections::HashMap;
+//! The state that a pool's lock protects: allocating, freeing.
 
 use super::Purpose;
-use super::hazards::{Hazards, record_end, wait_unless_done};
+use super::hazards::{Hazards, record_end};
 use super::report::Account;
 use super::source::Source;
 use super::stitched::{ViewId, Views};
-use crate::device::{AnySlice, DType, Device, DeviceError, Stream};
-use crate::planner::{Compaction, Planner, RangeId, Remedy, Request, Stitch};
+use crate::device::{Device, DeviceError, Stream};
+use crate::planner::{Planner, RangeId, Remedy, Request, Stitch};
 
 /// The memory of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,7 +23,7 @@ pub(super) enum Allocation {
 /// The reason why bytes could not be allocated.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The budget (`None`) or the device (with its message) is exhausted, and moving does not help.
+    /// The budget (`None`) or the device (with its message) is exhausted.
     OutOfMemory(Option<String>),
     /// The device failed.
     Device(DeviceError),
@@ -40,48 +38,21 @@ impl From<DeviceError> for Failure {
     }
 }
 
-/// The progress of a plan when the device refused to enqueue a copy.
-struct Refused {
-    /// The number of moves that were enqueued completely.
-    completed: usize,
-    /// Whether a part of the next was enqueued.
-    partial: bool,
-    error: DeviceError,
-}
-
-/// The state of a movable block.
-pub(super) struct Moving<D: Device> {
-    pub(super) home: D::Stream,
-    /// The last recorded use on each stream.
-    pub(super) uses: Vec<(u64, D::Event)>,
-    /// The stream id and event of the copy that moved it last.
-    pub(super) ready: Option<(u64, D::Event)>,
-    /// Set if a failed move lost the contents; every later use returns this error.
-    pub(super) lost: Option<DeviceError>,
-    /// Streams with a use whose event could not be recorded.
-    pub(super) unrecorded: Vec<D::Stream>,
-    /// The number of uses being enqueued, plus one for each of `unrecorded`. A view never moves.
-    pub(super) pins: u32,
-}
-
 pub(super) struct State<D: Device> {
     pub(super) planner: Planner,
     pub(super) source: Source,
     pub(super) hazards: Hazards<D>,
     pub(super) views: Views<D>,
-    pub(super) movable: HashMap<Allocation, Moving<D>>,
     /// Of the blocks that are not in lanes.
     pub(super) account: Account,
     /// Bytes of the lanes' chunks.
     pub(super) lane_bytes: usize,
-    pub(super) moved_bytes: u64,
-    pub(super) compactions: u64,
 }
 
 /// The tag of the lanes' chunks; lower tags are purposes.
 pub(super) const LANE_TAG: u8 = Purpose::ALL.len() as u8;
 
-/// Each round of [`State::allocate`] grows or compacts; more than a few would be a bug in the
+/// Each round of [`State::allocate`] grows; more than a few would be a bug in the
 /// planner.
 const ROUNDS: usize = 8;
 
@@ -105,7 +76,6 @@ impl<D: Device> State<D> {
                     self.planner.free(range);
                     return Err(error.into());
                 }
-                self.planner.pin(range, true);
                 return Ok(Allocation::Range(range));
             }
             if let Some(view) = self.make_room(device, request, stream, budget_bytes)? {
@@ -115,7 +85,7 @@ impl<D: Device> State<D> {
         Err(Failure::OutOfMemory(None))
     }
 
-    /// Grows, moves or maps so that the request fits; returns the allocation if a view holds it.
+    /// Grows or maps so that the request fits; returns the allocation if a view holds it.
     fn make_room(
         &mut self,
         device: &D,
@@ -125,17 +95,12 @@ impl<D: Device> State<D> {
     ) -> Result<Option<Allocation>, Failure> {
         let bytes = request.bytes as usize;
         if let Source::Backings(backings) = &mut self.source {
-            let refused = match backings.grow(device, bytes, budget_bytes) {
-                Ok(Some(bytes)) => {
+            return match backings.grow(device, bytes, budget_bytes)? {
+                Some(bytes) => {
                     backings.set_start(self.planner.add_segment(bytes as u64));
-                    return Ok(None);
+                    Ok(None)
                 }
-                Ok(None) => None,
-                Err(error) => Some(error),
-            };
-            return match self.planner.plan_compaction(request.bytes, request.align) {
-                Some(plan) => Ok(self.apply(device, &plan, stream).map(|()| None)?),
-                None => Err(refused.map_or(Failure::OutOfMemory(None), Into::into)),
+                None => Err(Failure::OutOfMemory(None)),
             };
         }
 
@@ -145,31 +110,19 @@ impl<D: Device> State<D> {
         {
             return Ok(self.order_view(view, stream).map(Some)?);
         }
-        let remedy = match self
+        let remedy = self
             .planner
             .find_remedy(request)
-            .map_err(|_| Failure::OutOfMemory(None))?
-        {
+            .map_err(|_| Failure::OutOfMemory(None))?;
+        let plan = match remedy {
+            Remedy::Stitch(plan) => plan,
             Remedy::Grow { bytes } => match self.grow(device, bytes) {
                 Ok(()) => return Ok(None),
                 // The device is out of pages: only reserved memory can help.
-                Err(error) => self
-                    .planner
-                    .find_remedy_without_growing(request)
-                    .ok_or(error)?,
+                Err(error) => self.planner.find_stitch(request).ok_or(error)?,
             },
-            remedy => remedy,
         };
-
-        match remedy {
-            Remedy::Grow { .. } => {}
-            Remedy::Compact(plan) => self.apply(device, &plan, stream)?,
-            Remedy::Stitch(plan) => {
-                return Ok(Some(self.stitch(device, &plan, request.tag, stream)?));
-            }
-        }
-
-        Ok(None)
+        Ok(Some(self.stitch(device, &plan, request.tag, stream)?))
     }
 
     fn grow(&mut self, device: &D, bytes: u64) -> Result<(), DeviceError> {
@@ -250,138 +203,6 @@ impl<D: Device> State<D> {
                     self.hazards.insert(piece, home, uses.clone());
                 }
             }
-        }
-    }
-
-    /// Carries out a plan by copies on `stream`, ordered after all earlier uses of the bytes and
-    /// before all later uses of the moved blocks.
-    ///
-    /// If the device refuses a copy, the moves before it remain valid. A block that is half moved
-    /// then, or whose later uses cannot be ordered after the copy, is lost: using it is an error.
-    pub(super) fn apply(
-        &mut self,
-        device: &D,
-        plan: &Compaction,
-        stream: &D::Stream,
-    ) -> Result<(), DeviceError> {
-        // All waits first: if one fails, nothing has moved, and the hazards are unchanged.
-        self.wait_before(plan, stream)?;
-
-        let refused = self.copy(device, plan, stream).err();
-        let completed = refused
-            .as_ref()
-            .map_or(plan.moves.len(), |refused| refused.completed);
-        let half = plan.moves[completed..]
-            .first()
-            .filter(|_| refused.as_ref().is_some_and(|refused| refused.partial));
-
-        if refused.is_none() {
-            self.planner.apply(plan);
-        } else if completed > 0 {
-            let mut valid = plan.clone();
-            valid.moves.truncate(completed);
-            self.planner.apply(&valid);
-        }
-
-        let done = stream.record();
-        for m in &plan.moves[..completed] {
-            self.moved_bytes += m.bytes;
-            self.hazards.remove(m.to..m.to + m.bytes);
-            match &done {
-                Err(error) => self.lose(m.range, stream, error),
-                Ok(done) => {
-                    if let Some(moving) = self.movable.get_mut(&Allocation::Range(m.range)) {
-                        moving.uses = vec![(stream.id(), done.clone())];
-                        moving.ready = Some((stream.id(), done.clone()));
-                    }
-                }
-            }
-        }
-
-        if let (Some(m), Some(refused)) = (half, &refused) {
-            self.lose(m.range, stream, &refused.error);
-        }
-
-        // Vacated bytes, and free bytes written by half a move, may be used after the copies.
-        let vacated = plan.moves[..completed]
-            .iter()
-            .map(|m| m.from..m.from + m.bytes);
-        let written = half.map(|m| m.to..m.to + m.bytes);
-
-        for range in self.planner.free_within(vacated.chain(written)) {
-            self.hazards.remove(range.clone());
-            let uses = done
-                .iter()
-                .map(|done| (stream.id(), done.clone()))
-                .collect();
-            self.hazards.insert(range, stream, uses);
-        }
-
-        self.compactions += u64::from(completed > 0);
-        refused.map_or(done.map(|_| ()), |refused| Err(refused.error))
-    }
-
-    /// Makes `stream` wait for the uses of the blocks that a plan moves, and of the bytes to which
-    /// it moves them.
-    fn wait_before(&self, plan: &Compaction, stream: &D::Stream) -> Result<(), DeviceError> {
-        for m in &plan.moves {
-            let Some(moving) = self.movable.get(&Allocation::Range(m.range)) else {
-                continue;
-            };
-            for (_, event) in moving.uses.iter().filter(|(id, _)| *id != stream.id()) {
-                wait_unless_done(stream, event)?;
-            }
-            let home = moving.home.id();
-            if home != stream.id() && !moving.uses.iter().any(|(id, _)| *id == home) {
-                wait_unless_done(stream, &moving.home.record()?)?;
-            }
-        }
-        for m in &plan.moves {
-            self.hazards.wait(m.to..m.to + m.bytes, stream)?;
-        }
-        Ok(())
-    }
-
-    /// Enqueues the copies of a plan.
-    fn copy(&self, device: &D, plan: &Compaction, stream: &D::Stream) -> Result<(), Refused> {
-        for (completed, m) in plan.moves.iter().enumerate() {
-            for (nth, (from, to, bytes)) in m.copies().enumerate() {
-                // SAFETY: offsets of ranges are within the pool's memory, which is the device's;
-                // `apply` orders the accesses by events.
-                let at = |offset| unsafe {
-                    AnySlice::from_raw_parts(
-                        self.source.address(offset),
-                        bytes as usize,
-                        DType::U8,
-                        device.id(),
-                    )
-                };
-                let copied = device.copy(stream, at(from), at(to));
-                copied.map_err(|error| Refused {
-                    completed,
-                    partial: nth > 0,
-                    error,
-                })?;
-            }
-        }
-
-        Ok(())
-    }
-
-    /// Marks a block's contents as lost: every later use returns an error. All its earlier uses
-    /// precede the operations that are on `stream` now.
-    fn lose(&mut self, range: RangeId, stream: &D::Stream, why: &DeviceError) {
-        self.planner.pin(range, true);
-        if let Some(moving) = self.movable.get_mut(&Allocation::Range(range)) {
-            let cause = format!("the block's contents were lost when a move failed: {why}").into();
-            let stream_name = stream.name().to_owned();
-            let op = "compaction".to_owned();
-            moving.lost = Some(DeviceError::Operation {
-                stream: stream_name,
-                op,
-                cause,
-            });
-            (moving.home, moving.uses, moving.ready) = (stream.clone(), Vec::new(), None);
         }
     }
 }

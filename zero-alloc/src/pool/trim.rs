@@ -26,8 +26,7 @@ impl<D: Device> Pool<D> {
     /// everything that used it has run; memory in use longer stays. Returns the number of bytes. Keep a block for as long as anything
     /// uses its address (a graph that is launched again, a library with which it is registered).
     ///
-    /// Memory below the last block stays, so calling [`Pool::compact`] first returns more if blocks
-    /// may move. Use this for memory that another library needs, not in every step: the pool
+    /// Memory below the last block stays. Use this for memory that another library needs, not in every step: the pool
     /// reserves memory again when needed, at the cost of the device's calls.
     pub fn trim(&self, limit: Duration) -> usize {
         let mut time = TimeLimit::new(limit);
@@ -64,7 +63,7 @@ impl<D: Device> State<D> {
     /// The free range at the end.
     fn free_tail(&self) -> Option<Range<u64>> {
         let mut tail = None;
-        self.planner.for_each_range(|start, bytes, tag, _| {
+        self.planner.for_each_range(|start, bytes, tag| {
             tail = tag.is_none().then_some(start..start + bytes)
         });
         tail

@@ -6,18 +6,36 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::Work;
+use super::Recorder;
 use crate::device::{
     AnySlice, Device, DeviceError, DeviceId, DeviceKind, Memory, check_copy, same_len,
 };
 use crate::host::{HostDevice, HostEvent, HostStream};
+use crate::timeline::Work;
 
 /// The alignment of backings.
 const ALIGN_BYTES: usize = 4096;
 /// Above what programs map.
 const FIRST_ADDRESS: usize = 1 << 48;
 
-/// A device that [`Recorder::device`](super::Recorder::device) makes: of no host, and of any size.
+impl Recorder {
+    /// The host as a device that records. Its memory is the host's, and takes no pages until
+    /// something touches it; no operation runs, and `download` leaves its buffer as it is.
+    pub fn host(&self) -> HostDevice {
+        HostDevice::recorded(self.clone())
+    }
+
+    /// A device that is not the host, with fictitious addresses. Its streams and the host's make
+    /// one schedule.
+    ///
+    /// # Panics
+    /// The process has had 2^30 of them.
+    pub fn device(&self) -> ScheduledDevice {
+        ScheduledDevice::with_streams_of(self.host())
+    }
+}
+
+/// A device that [`Recorder::device`] makes: of no host, and of any size.
 /// Its addresses must not be accessed. Copies accept host memory, too, as a GPU's do that of pinned
 /// pages.
 #[derive(Clone, Debug)]
@@ -29,7 +47,7 @@ pub struct ScheduledDevice {
 
 impl ScheduledDevice {
     /// The device whose streams are those of `host`, a device that records
-    /// ([`Recorder::host`](super::Recorder::host)).
+    /// ([`Recorder::host`]).
     ///
     /// # Panics
     /// The process has had 2^30 of them.

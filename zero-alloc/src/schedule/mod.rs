@@ -13,11 +13,14 @@
 
 mod causality;
 mod device;
+mod recorded_queue;
 mod recorder;
 mod times;
 
+pub use crate::timeline::Work;
 pub(crate) use causality::{CausalPoint, CausalStream, Causality};
 pub use device::ScheduledDevice;
-pub use recorder::{Item, Operation, Recorder, Schedule, Work};
-pub(crate) use recorder::{RecordedPoint, RecordedQueue};
+pub(crate) use recorded_queue::RecordedQueue;
+pub(crate) use recorder::RecordedPoint;
+pub use recorder::{Item, Operation, Recorder, Schedule};
 pub use times::{Cost, Times};

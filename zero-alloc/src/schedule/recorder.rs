@@ -1,38 +1,12 @@
-//! The recorder, and the queues of its streams.
+//! The recorder and its schedule.
 
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{Causality, ScheduledDevice};
-use crate::device::DeviceError;
+use super::Causality;
 use crate::host::execution::{Execution, next_number};
-use crate::host::queue::{Item as QueueItem, Queue, StreamInfo};
-use crate::host::{HostDevice, HostEvent};
-
-/// The size of an operation, known when it is enqueued, for its cost.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct Work {
-    /// Bytes that it reads and writes, or that it sends.
-    pub bytes: u64,
-    /// A number of whoever enqueued it: which communicator, which part of a model.
-    pub class: u32,
-}
-
-impl Work {
-    /// An operation that moves `bytes`.
-    pub const fn bytes(bytes: u64) -> Self {
-        Self { bytes, class: 0 }
-    }
-
-    /// Sets [`Work::class`].
-    #[must_use]
-    pub const fn class(mut self, class: u32) -> Self {
-        self.class = class;
-        self
-    }
-}
+use crate::timeline::Work;
 
 /// An enqueued operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -105,7 +79,7 @@ impl Schedule {
 pub struct Recorder {
     /// Different for any two recorders of the process.
     number: u64,
-    schedule: Arc<Mutex<Schedule>>,
+    pub(super) schedule: Arc<Mutex<Schedule>>,
     causality: Causality,
 }
 
@@ -128,21 +102,6 @@ impl Recorder {
     /// How its streams run.
     pub(crate) fn execution(&self) -> Execution {
         Execution::Recorded(self.number)
-    }
-
-    /// The host as a device that records. Its memory is the host's, and takes no pages until
-    /// something touches it; no operation runs, and `download` leaves its buffer as it is.
-    pub fn host(&self) -> HostDevice {
-        HostDevice::recorded(self.clone())
-    }
-
-    /// A device that is not the host, with fictitious addresses. Its streams and the host's make
-    /// one schedule.
-    ///
-    /// # Panics
-    /// The process has had 2^30 of them.
-    pub fn device(&self) -> ScheduledDevice {
-        ScheduledDevice::with_streams_of(self.host())
     }
 
     /// Marks this point of the program, such as the end of a step.
@@ -169,8 +128,8 @@ impl Recorder {
 /// A point in a recorded stream.
 #[derive(Clone, Debug)]
 pub(crate) struct RecordedPoint {
-    recorder: Recorder,
-    event: usize,
+    pub(super) recorder: Recorder,
+    pub(super) event: usize,
 }
 
 impl RecordedPoint {
@@ -183,72 +142,4 @@ impl RecordedPoint {
             .items
             .push(Item::HostWait { event });
     }
-}
-
-/// The queue of a recorded stream. It is never closed, as its program does not fail.
-pub(crate) struct RecordedQueue {
-    info: StreamInfo,
-    recorder: Recorder,
-    stream: usize,
-}
-
-impl RecordedQueue {
-    pub(crate) fn new(recorder: &Recorder, info: StreamInfo) -> Self {
-        let mut schedule = recorder.schedule.lock();
-        schedule.streams.push(Arc::clone(&info.name));
-        let stream = schedule.streams.len() - 1;
-        Self {
-            info,
-            recorder: recorder.clone(),
-            stream,
-        }
-    }
-}
-
-impl Queue for RecordedQueue {
-    fn info(&self) -> &StreamInfo {
-        &self.info
-    }
-
-    fn push(&self, item: QueueItem) -> Result<(), DeviceError> {
-        let stream = self.stream;
-        let recorded = match item {
-            QueueItem::Run(enqueued, _) => Item::Run(Operation {
-                stream,
-                label: enqueued.label,
-                phase: enqueued.phase,
-                work: enqueued.work,
-            }),
-            QueueItem::Record(_) => return Ok(()),
-            QueueItem::Wait(_, event) => match event.recorded() {
-                Some(point) => {
-                    self.info.waits_for(&event);
-                    Item::Wait {
-                        stream,
-                        event: point.event,
-                    }
-                }
-                // The stream has refused events of other devices.
-                None => return Ok(()),
-            },
-        };
-        self.recorder.schedule.lock().items.push(recorded);
-        Ok(())
-    }
-
-    fn record(&self) -> HostEvent {
-        let mut schedule = self.recorder.schedule.lock();
-        let event = schedule.events;
-        schedule.events += 1;
-        let stream = self.stream;
-        schedule.items.push(Item::Record { stream, event });
-        drop(schedule);
-        let point = RecordedPoint {
-            recorder: self.recorder.clone(),
-            event,
-        };
-        HostEvent::of_recorder(&self.info, point)
-    }
-
-    fn close(&self) {}
 }

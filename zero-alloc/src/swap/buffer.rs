@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::SwapFile;
+use super::options::ALIGN_BYTES;
 use crate::device::{AnySlice, DType, DeviceError};
 use crate::host::{HostDevice, HostStream};
 use crate::{AllocError, Block, Pool, Purpose};
 
-/// Host memory at an address that transfers need, a multiple of [`SwapFile::ALIGN_BYTES`].
+/// Host memory at an address that transfers need, a multiple of [`SwapFile::ALIGN_BYTES`](super::SwapFile::ALIGN_BYTES).
 ///
 /// A clone is another handle of the same memory. It is freed in stream order when the last handle
 /// is dropped; a lane has one of each buffer that is registered with it, so that the kernel's
@@ -30,7 +30,7 @@ impl fmt::Debug for SwapBuffer {
 
 impl SwapBuffer {
     /// Allocates `bytes` bytes, first used on `stream`, as [`Pool::allocate`]; the block is larger
-    /// by [`SwapFile::ALIGN_BYTES`].
+    /// by [`SwapFile::ALIGN_BYTES`](super::SwapFile::ALIGN_BYTES).
     ///
     /// # Errors
     /// As [`Pool::allocate`].
@@ -40,11 +40,11 @@ impl SwapBuffer {
         purpose: Purpose,
         stream: &HostStream,
     ) -> Result<Self, AllocError> {
-        let block = pool.allocate(bytes + SwapFile::ALIGN_BYTES, DType::U8, purpose, stream)?;
+        let block = pool.allocate(bytes + ALIGN_BYTES, DType::U8, purpose, stream)?;
         // SAFETY: kept beside the block; `SwapBuffer::slice` passes the promise on to its caller.
         let all = unsafe { block.slice() };
         let address = all.as_ptr().addr();
-        let start = address.next_multiple_of(SwapFile::ALIGN_BYTES) - address;
+        let start = address.next_multiple_of(ALIGN_BYTES) - address;
         Ok(Self {
             block: Arc::new(Mutex::new(block)),
             bytes: all.slice(start..start + bytes),

@@ -2,7 +2,7 @@
 
 use parking_lot::Mutex;
 
-use super::lane::Request;
+use super::request::Request;
 
 /// How a request fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,67 +8,15 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::file::Inner;
+use super::open_file::OpenFile;
+use super::options::ALIGN_BYTES;
 use super::queue::Queue;
-use super::{SwapBuffer, SwapError, SwapFile};
+use super::request::{Address, Request};
+use super::{SwapBuffer, SwapError};
 use crate::TimeLimit;
 use crate::device::{AnySlice, Cause, DeviceError, DeviceId, Stream};
 use crate::host::HostStream;
-use crate::schedule::Work;
-
-#[derive(Clone, Copy)]
-pub(super) struct Address(pub(super) *mut u8);
-
-// SAFETY: an address in memory that the slices' maker lets operations of streams access from any
-// thread.
-unsafe impl Send for Address {}
-
-/// One request to the kernel.
-#[derive(Clone, Copy)]
-pub(super) struct Request {
-    pub(super) offset: u64,
-    pub(super) address: Address,
-    pub(super) bytes: usize,
-    pub(super) write: bool,
-}
-
-impl Request {
-    fn op(&self) -> &'static str {
-        if self.write { "write" } else { "read" }
-    }
-
-    /// The part behind the first `bytes` bytes.
-    fn rest(self, bytes: usize) -> Self {
-        Self {
-            offset: self.offset + bytes as u64,
-            address: Address(self.address.0.wrapping_add(bytes)),
-            bytes: self.bytes - bytes,
-            ..self
-        }
-    }
-
-    fn failed(&self, file: &Inner, error: io::Error) -> SwapError {
-        let Self { offset, bytes, .. } = *self;
-        SwapError::Transfer {
-            dir: file.dir.clone(),
-            op: self.op(),
-            offset,
-            bytes,
-            error,
-        }
-    }
-
-    fn late(&self, file: &Inner) -> SwapError {
-        let Self { offset, bytes, .. } = *self;
-        SwapError::Late {
-            dir: file.dir.clone(),
-            op: self.op(),
-            offset,
-            bytes,
-            limit: file.options.limit,
-        }
-    }
-}
+use crate::timeline::Work;
 
 /// The number of requests whose buffers the kernel may access. The process is aborted if it is
 /// dropped above 0 (a panic in between), because the caller may reuse the buffers then.
@@ -82,12 +30,12 @@ impl Drop for InFlight {
     }
 }
 
-/// A queue of requests of a [`SwapFile`]. Cheap to clone.
+/// A queue of requests of a [`SwapFile`](super::SwapFile). Cheap to clone.
 #[derive(Clone)]
 pub struct SwapLane(Arc<Lane>);
 
 struct Lane {
-    file: Arc<Inner>,
+    file: Arc<OpenFile>,
     /// Locked while an operation runs; its holder waits only for the disk, with a limit. `None`
     /// after a failure of the queue itself, and where transfers are only recorded.
     queue: Mutex<Option<Queue>>,
@@ -100,7 +48,7 @@ impl std::fmt::Debug for SwapLane {
 }
 
 impl SwapLane {
-    pub(super) fn new(file: Arc<Inner>) -> Result<Self, SwapError> {
+    pub(super) fn new(file: Arc<OpenFile>) -> Result<Self, SwapError> {
         let queue = match file.recorded {
             true => None,
             false => Some(Queue::new(&file).map_err(|error| file.system("make a lane", error))?),
@@ -134,7 +82,7 @@ impl SwapLane {
     ///
     /// # Errors
     /// A slice is not in host memory, an offset, address or length is not a multiple of
-    /// [`SwapFile::ALIGN_BYTES`], a range ends beyond the file, or the stream is closed.
+    /// [`SwapFile::ALIGN_BYTES`](super::SwapFile::ALIGN_BYTES), a range ends beyond the file, or the stream is closed.
     pub fn read(&self, stream: &HostStream, ranges: &[(u64, AnySlice)]) -> Result<(), DeviceError> {
         self.enqueue("swap read", false, stream, ranges)
     }
@@ -189,7 +137,7 @@ fn check(
 ) -> Result<(), DeviceError> {
     slice.check_device(what, DeviceId::HOST)?;
     let refused = |message| Err(DeviceError::Argument { what, message });
-    let align = SwapFile::ALIGN_BYTES as u64;
+    let align = ALIGN_BYTES as u64;
     let bytes = slice.len_bytes() as u64;
     let values = [
         ("offset", offset),
@@ -257,7 +205,7 @@ fn requests(
 
 /// A transfer that runs.
 struct Transfer<'a> {
-    file: &'a Inner,
+    file: &'a OpenFile,
     /// The requests in flight, by slot.
     slots: Vec<Option<Request>>,
     free: Vec<usize>,
@@ -274,7 +222,7 @@ struct Transfer<'a> {
 }
 
 impl<'a> Transfer<'a> {
-    fn new(file: &'a Inner) -> Self {
+    fn new(file: &'a OpenFile) -> Self {
         let depth = file.options.queue_depth;
         Self {
             file,
@@ -306,7 +254,7 @@ impl<'a> Transfer<'a> {
                         self.slots[slot] = Some(request);
                         self.in_flight.0 += 1;
                     }
-                    Err(error) => self.failed = Some(request.failed(self.file, error)),
+                    Err(error) => self.failed = Some(self.file.failed(&request, error)),
                 }
             }
             if self.broken && self.in_flight.0 == queue.unsubmitted() {
@@ -344,7 +292,7 @@ impl<'a> Transfer<'a> {
             Ok(bytes) => {
                 // The rest of a short transfer starts at an aligned offset.
                 let bytes = if bytes < request.bytes {
-                    bytes & !(SwapFile::ALIGN_BYTES - 1)
+                    bytes & !(ALIGN_BYTES - 1)
                 } else {
                     bytes
                 };
@@ -366,7 +314,7 @@ impl<'a> Transfer<'a> {
         };
 
         self.failed
-            .get_or_insert_with(|| request.failed(self.file, error));
+            .get_or_insert_with(|| self.file.failed(&request, error));
     }
 
     /// After the limit, the transfer fails; after the same time again, the process is aborted.
@@ -377,7 +325,7 @@ impl<'a> Transfer<'a> {
         let Some(pending) = self.slots.iter().flatten().chain(&self.again).next() else {
             return;
         };
-        let error = pending.late(self.file);
+        let error = self.file.late(pending);
         if self.late {
             eprintln!(
                 "zero-alloc: {error}. The kernel may still access its buffer: the process is aborted."

@@ -4,8 +4,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::file::Inner;
-use super::lane::Request;
+use super::open_file::OpenFile;
+use super::request::Request;
 use super::threads::Threads;
 use super::uring::Uring;
 use super::{SwapBuffer, SwapEngine};
@@ -23,7 +23,7 @@ pub(super) struct Queue {
 }
 
 impl Queue {
-    pub(super) fn new(file: &Arc<Inner>) -> io::Result<Self> {
+    pub(super) fn new(file: &Arc<OpenFile>) -> io::Result<Self> {
         let ring = match file.uring.then(|| Uring::new(file)).transpose() {
             // Another ring worked; now a limit is reached, such as that of locked memory.
             Err(error) if file.options.engine == SwapEngine::Auto => {
@@ -52,7 +52,12 @@ impl Queue {
     }
 
     /// Queues a request. On an error the kernel does not access its memory.
-    pub(super) fn push(&mut self, slot: usize, request: Request, file: &Inner) -> io::Result<()> {
+    pub(super) fn push(
+        &mut self,
+        slot: usize,
+        request: Request,
+        file: &OpenFile,
+    ) -> io::Result<()> {
         let _ = file;
         #[cfg(any(test, feature = "testing"))]
         let Some(request) = self.injected.apply(file.faults.next(), slot, request) else {

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::file::Inner;
-use super::lane::Request;
+use super::open_file::OpenFile;
+use super::request::Request;
 
 const STACK_BYTES: usize = 128 << 10;
 
@@ -36,7 +36,7 @@ pub(super) struct Threads {
 }
 
 impl Threads {
-    pub(super) fn new(file: Arc<Inner>) -> io::Result<Self> {
+    pub(super) fn new(file: Arc<OpenFile>) -> io::Result<Self> {
         let mut pool = Self {
             shared: Arc::default(),
             threads: Vec::new(),

@@ -7,8 +7,8 @@ use std::time::Duration;
 use io_uring::{IoUring, opcode, types};
 
 use super::SwapBuffer;
-use super::file::Inner;
-use super::lane::Request;
+use super::open_file::OpenFile;
+use super::request::Request;
 
 /// The largest buffer that the kernel registers.
 const MAX_BUFFER_BYTES: usize = 1 << 30;
@@ -24,7 +24,7 @@ pub(super) struct Uring {
 
 impl Uring {
     /// A ring of requests to `file`, which outlives it.
-    pub(super) fn new(file: &Inner) -> io::Result<Self> {
+    pub(super) fn new(file: &OpenFile) -> io::Result<Self> {
         let depth = file.options.queue_depth as u32;
         // A completion need not interrupt the thread, which waits for it anyway. Since Linux 5.19.
         let ring = IoUring::builder()

@@ -11,7 +11,6 @@ use crate::device::{
     AnySlice, BlockNote, Device, DeviceError, DeviceId, DeviceKind, Memory, Page, Stream,
     VirtualMemory,
 };
-use crate::planner::CostModel;
 
 /// A kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -168,10 +167,6 @@ unsafe impl<D: Memory> Memory for Faulty<D> {
             .virtual_memory()
             .is_some()
             .then_some(self as &dyn VirtualMemory)
-    }
-
-    fn cost(&self) -> CostModel {
-        self.inner.cost()
     }
 }
 

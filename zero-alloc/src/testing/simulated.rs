@@ -16,7 +16,6 @@ use crate::device::{
     check_copy, same_len,
 };
 use crate::host::{HostDevice, HostEvent, HostStream};
-use crate::planner::CostModel;
 
 /// Counters of a [`Simulated`] device, and its incorrect calls.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -172,10 +171,6 @@ unsafe impl Memory for Simulated {
 
     fn virtual_memory(&self) -> Option<&dyn VirtualMemory> {
         self.virtual_memory.then_some(self as &dyn VirtualMemory)
-    }
-
-    fn cost(&self) -> CostModel {
-        CostModel::H200
     }
 }
 

@@ -8,7 +8,7 @@ use zero_alloc::{Pool, Purpose};
 
 use crate::{LIMIT, assert_free, open};
 
-/// Allocates, frees, stitches and compacts `rounds` times, with a new pool every 100 rounds.
+/// Allocates, frees and stitches `rounds` times, with a new pool every 100 rounds.
 fn churn(device: &CudaDevice, stream: &CudaStream, rounds: usize) {
     let page = device_page(device);
     for _ in 0..rounds / 100 {
@@ -20,16 +20,15 @@ fn churn(device: &CudaDevice, stream: &CudaStream, rounds: usize) {
                 Ok(block) => held.push(Some(block)),
                 Err(_) => held.clear(),
             }
-            let movable = pool.allocate_movable(bytes / 2, DType::U8, Purpose::Params, stream);
+            let short = pool.allocate(bytes / 2, DType::U8, Purpose::Params, stream);
             if round % 3 == 1 {
                 let nth = round % held.len().max(1);
                 held.get_mut(nth).map(Option::take);
             }
             if round % 10 == 9 {
-                pool.compact(4 * page, stream).expect("the stream is there");
                 drop(pool.allocate(3 * page, DType::U8, Purpose::Buckets, stream));
             }
-            drop(movable);
+            drop(short);
         }
         drop(held);
         stream.synchronize(LIMIT).expect("sound");

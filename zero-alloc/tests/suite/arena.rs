@@ -1,14 +1,14 @@
-//! Compaction, stitching and failures of a pool: contents survive, fixed blocks keep their
-//! addresses, and nothing leaks.
+//! Stitching and failures of a pool: contents survive, blocks keep their addresses, and nothing
+//! leaks.
 #![cfg(not(miri))]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use zero_alloc::device::{AnySlice, DType, Device, Stream};
+use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::{HostDevice, HostPages, HostStream};
 use zero_alloc::testing::{Call, Faulty, Simulated, SimulatedUse};
-use zero_alloc::{AllocError, Block, Movable, Pool, Purpose};
+use zero_alloc::{AllocError, Block, Pool, Purpose};
 
 use crate::Random;
 
@@ -51,67 +51,56 @@ fn address(block: &Block<impl Device>) -> usize {
     unsafe { block.slice() }.as_ptr().addr()
 }
 
-/// Movable blocks on two streams, and their expected contents.
+/// Blocks on two streams, and their expected contents.
 struct Program {
     pool: Pool<HostDevice>,
     streams: [HostStream; 2],
-    held: Vec<(Movable<HostDevice>, u8)>,
+    held: Vec<(Block<HostDevice>, u8)>,
     random: Random,
+    max_bytes: u64,
 }
 
 impl Program {
-    fn write(&self, block: &Movable<HostDevice>, stream: &HostStream, value: u8) {
-        let enqueue = |slice: AnySlice| {
-            let slice = slice.typed::<u8>()?;
-            stream.enqueue("write", move || {
-                // SAFETY: host memory; no other operation uses the block meanwhile.
-                unsafe { slice.as_host_mut() }.fill(value);
-                Ok(())
-            })
+    fn write(&self, block: &Block<HostDevice>, value: u8) {
+        // SAFETY: used only by this operation, on the home stream.
+        let slice = unsafe { block.slice() }.typed::<u8>().expect("bytes");
+        let write = move || {
+            // SAFETY: host memory; no other operation uses the block meanwhile.
+            unsafe { slice.as_host_mut() }.fill(value);
+            Ok(())
         };
-        // SAFETY: used only by this operation, on the stream given; `step` orders the streams.
-        let done = unsafe { block.with(stream, enqueue) };
-        done.expect("the stream is there").expect("enqueued");
+        self.streams[0].enqueue("write", write).expect("enqueued");
     }
 
-    fn check(&self, block: &Movable<HostDevice>, stream: &HostStream, value: u8) {
-        let enqueue = |slice: AnySlice| {
-            let slice = slice.typed::<u8>()?;
-            stream.enqueue("check", move || {
-                // SAFETY: host memory; no operation writes meanwhile.
-                let seen = unsafe { slice.as_host() };
-                assert!(seen.iter().all(|b| *b == value), "contents are lost");
-                Ok(())
-            })
+    fn check(&self, block: &Block<HostDevice>, stream: &HostStream, value: u8) {
+        // SAFETY: used only by this operation; `step` orders the streams.
+        let slice = unsafe { block.slice() }.typed::<u8>().expect("bytes");
+        let check = move || {
+            // SAFETY: host memory; no operation writes meanwhile.
+            let seen = unsafe { slice.as_host() };
+            assert!(seen.iter().all(|b| *b == value), "contents are lost");
+            Ok(())
         };
-        // SAFETY: used only by this operation, on the stream given; `step` orders the streams.
-        let done = unsafe { block.with(stream, enqueue) };
-        done.expect("the stream is there").expect("enqueued");
+        stream.enqueue("check", check).expect("enqueued");
     }
 
     fn step(&mut self, value: u8) {
         let compute = &self.streams[0];
-        match self.random.below(8) {
+        match self.random.below(7) {
             0..=3 => {
-                let bytes = 1 + self.random.below(40_000) as usize;
+                let bytes = 1 + self.random.below(self.max_bytes) as usize;
                 let purpose = Purpose::ALL[self.random.below(6) as usize];
-                match self
-                    .pool
-                    .allocate_movable(bytes, DType::U8, purpose, compute)
-                {
+                match self.pool.allocate(bytes, DType::U8, purpose, compute) {
                     Ok(block) => {
-                        self.write(&block, compute, value);
+                        self.write(&block, value);
                         self.held.push((block, value));
                     }
                     Err(AllocError::OutOfMemory {
-                        after_compaction_bytes,
+                        largest_free_bytes,
                         requested_bytes,
                         ..
                     }) => {
-                        assert!(
-                            after_compaction_bytes < requested_bytes,
-                            "it would have fitted"
-                        );
+                        assert!(largest_free_bytes < requested_bytes, "it would have fitted");
                     }
                     Err(error) => panic!("{error}"),
                 }
@@ -121,35 +110,26 @@ impl Program {
                 let (block, value) = self.held.swap_remove(nth);
                 self.check(&block, compute, value);
             }
-            6 if !self.held.is_empty() => {
-                // Another stream reads after the writes.
+            _ if !self.held.is_empty() => {
+                // Another stream reads after the writes; the block may be freed while it does.
                 let nth = self.random.below(self.held.len() as u64) as usize;
                 let other = &self.streams[1];
-                other
-                    .wait(&compute.record().expect("recorded"))
-                    .expect("enqueued");
+                let written = compute.record().expect("recorded");
+                other.wait(&written).expect("enqueued");
                 let (block, value) = &self.held[nth];
                 self.check(block, other, *value);
-                compute
-                    .wait(&other.record().expect("recorded"))
-                    .expect("enqueued");
+                let (block, _) = &mut self.held[nth];
+                block.record_use(other).expect("recorded");
             }
-            _ => {
-                let bytes = self.random.below(1 << 20) as usize;
-                let free = self.pool.report().free_bytes;
-                let largest = self
-                    .pool
-                    .compact(bytes, compute)
-                    .expect("the stream is there");
-                assert!(largest <= free);
-            }
+            _ => {}
         }
 
         self.pool.check_invariants().expect("sound");
     }
 }
 
-fn run_program(device: HostDevice, budget: usize, steps: usize, seed: u64) -> u64 {
+/// Returns the pages that were stitched.
+fn run_program(device: HostDevice, budget: usize, max_bytes: u64, steps: usize, seed: u64) -> u64 {
     let streams = [
         device.create_stream("compute").expect("a stream"),
         device.create_stream("comm").expect("a stream"),
@@ -160,6 +140,7 @@ fn run_program(device: HostDevice, budget: usize, steps: usize, seed: u64) -> u6
         streams,
         held: Vec::new(),
         random: Random(seed),
+        max_bytes,
     };
 
     for step in 0..steps {
@@ -173,45 +154,17 @@ fn run_program(device: HostDevice, budget: usize, steps: usize, seed: u64) -> u6
     }
     assert!(device.violations().is_empty(), "{:?}", device.violations());
 
-    program.pool.report().compactions
+    program.pool.report().stitched_pages
 }
 
 #[test]
-fn contents_survive_compaction() {
-    assert!(run_program(HostDevice::new(), 1 << 20, 800, 1) > 10);
-    assert!(run_program(paged(16).0, 16 * PAGE, 800, 2) > 10);
+fn contents_survive_reuse_and_stitching() {
+    run_program(HostDevice::new(), 1 << 20, 40_000, 800, 1);
+    let stitched = run_program(paged(16).0, 16 * PAGE, 3 * PAGE as u64, 800, 2);
+    assert!(stitched > 10, "{stitched} pages were stitched");
     for seed in 0..8 {
-        run_program(HostDevice::seeded(seed), 1 << 19, 100, seed);
+        run_program(HostDevice::seeded(seed), 1 << 19, 40_000, 100, seed);
     }
-}
-
-#[test]
-fn compaction_moves_only_movable_blocks() {
-    let device = HostDevice::new();
-    let stream = stream(&device);
-    let pool = Pool::new(device.clone(), 1 << 20);
-    let quarter = 1 << 18;
-    let allocate = |n| {
-        pool.allocate_movable(n, DType::U8, Purpose::Params, &stream)
-            .expect("allocated")
-    };
-
-    let a = allocate(quarter);
-    let b = allocate(quarter);
-    let c = allocate(quarter);
-    let d = allocate(quarter);
-    drop((a, c));
-    assert_eq!(pool.report().largest_free_bytes, quarter);
-    // It does not fit until b or d is moved.
-    let fixed = pool
-        .allocate(2 * quarter, DType::U8, Purpose::Params, &stream)
-        .expect("allocated after compaction");
-    assert_eq!(pool.report().compactions, 1);
-    let at = address(&fixed);
-    drop((b, d));
-    pool.compact(1 << 19, &stream).expect("the stream is there");
-    assert_eq!(address(&fixed), at);
-    stream.synchronize(LIMIT).expect("ran");
 }
 
 #[test]
@@ -247,7 +200,7 @@ fn stitching_moves_nothing() {
             check(&device, &stream, block, i as u8);
         }
         let report = pool.report();
-        assert_eq!((report.moved_bytes, report.reserved_bytes), (0, 16 * PAGE));
+        assert_eq!(report.reserved_bytes, 16 * PAGE);
         if round == 0 {
             mapped = report.stitched_pages;
             assert_eq!(mapped, 8);
@@ -304,49 +257,8 @@ fn a_freed_view_is_reused_behind_its_uses() {
     drop(again);
 }
 
-/// A stitched movable block records its uses as any other.
 #[test]
-fn a_freed_movable_view_is_reused_behind_its_uses() {
-    let (device, _memory) = paged(4);
-    let (a, b) = (
-        stream(&device),
-        device.create_stream("comm").expect("a stream"),
-    );
-    let pool = Pool::new(device, 4 * PAGE);
-
-    let mut blocks: Vec<_> = (0..4)
-        .map(|_| {
-            pool.allocate(PAGE, DType::U8, Purpose::Params, &a)
-                .expect("allocated")
-        })
-        .map(Some)
-        .collect();
-
-    blocks[0] = None;
-    blocks[2] = None;
-    let open = Arc::new(zero_alloc::host::Monitor::new(false));
-    let view = pool
-        .allocate_movable(2 * PAGE, DType::U8, Purpose::Buckets, &a)
-        .expect("stitched");
-    let opened = Arc::clone(&open);
-    let wait = move || opened.wait_until(LIMIT, || "the test".into(), |open| open.then_some(()));
-    // SAFETY: the operation does not access the block.
-    unsafe { view.with(&b, |_| b.enqueue("use", wait)) }
-        .expect("in use")
-        .expect("enqueued");
-    drop(view);
-    let again = pool
-        .allocate(2 * PAGE, DType::U8, Purpose::Buckets, &a)
-        .expect("stitched");
-    let reused = a.record().expect("recorded");
-    assert_eq!(zero_alloc::device::Event::is_done(&reused), Ok(false));
-    open.update(|open| *open = true);
-    a.synchronize(LIMIT).expect("ran");
-    drop(again);
-}
-
-#[test]
-fn out_of_memory_lists_holders_and_compaction() {
+fn out_of_memory_lists_holders() {
     let device = HostDevice::new();
     let stream = stream(&device);
     let pool = Pool::new(device, 1 << 20);
@@ -373,7 +285,6 @@ fn out_of_memory_lists_holders_and_compaction() {
     let AllocError::OutOfMemory {
         free_bytes,
         largest_free_bytes,
-        after_compaction_bytes,
         ref holders,
         live_bytes,
         ..
@@ -386,7 +297,6 @@ fn out_of_memory_lists_holders_and_compaction() {
         (live_bytes, free_bytes, largest_free_bytes),
         (2 * quarter, 2 * quarter, quarter)
     );
-    assert_eq!(after_compaction_bytes, quarter);
     assert_eq!(*holders, [(Purpose::Params, 2 * quarter)]);
     assert!(
         error
@@ -404,7 +314,7 @@ fn wait_until(mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Grows, fragments, stitches and compacts a pool. Returns the last error; its callers check for
+/// Grows, fragments and stitches a pool. Returns the last error; its callers check for
 /// leaks.
 fn exercise<D: Device>(device: &D, page: usize) -> Result<(), AllocError> {
     let stream = device.create_stream("compute")?;
@@ -434,12 +344,7 @@ fn exercise<D: Device>(device: &D, page: usize) -> Result<(), AllocError> {
             Ok(block) => large.push(block),
             Err(error) => result = Err(error),
         }
-        let movable = pool.allocate_movable(page / 2, DType::U8, Purpose::Buckets, &stream);
         large.truncate(2);
-        if let Err(error) = pool.compact(8 * page, &stream) {
-            result = Err(error);
-        }
-        drop(movable);
         pool.check_invariants().expect("sound");
     }
 

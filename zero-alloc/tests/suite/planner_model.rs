@@ -1,12 +1,12 @@
-//! The planner compared with a naive reference on random programs; contents are checked after every
-//! compaction.
+//! The planner compared with a naive reference on random programs: the bytes of each range keep their
+//! contents.
 //!
 //! `ZERO_ALLOC_MODEL_OPS` sets the number of operations of the random program.
 
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use zero_alloc::planner::{Compaction, Lifetime, Planner, PlannerConfig, RangeId, Remedy, Request};
+use zero_alloc::planner::{Lifetime, Planner, PlannerConfig, RangeId, Remedy, Request, Stitch};
 
 use crate::Random;
 
@@ -19,6 +19,7 @@ fn config(limit_bytes: u64, slack: f64) -> PlannerConfig {
         .page_bytes(PAGE)
         .limit_bytes(limit_bytes)
         .slack(slack)
+        .stitching(true)
 }
 
 /// A planner, and the reference: the ranges, and the bytes written there.
@@ -27,8 +28,7 @@ struct Model {
     memory: Vec<u8>,
     /// By offset: size, id, fill.
     held: BTreeMap<u64, (u64, RangeId, u8)>,
-    pinned: Vec<RangeId>,
-    compactions: usize,
+    stitches: usize,
     shortages: usize,
     fill: u8,
 }
@@ -39,8 +39,7 @@ impl Model {
             planner: Planner::new(config).with_capacity(64),
             memory: Vec::new(),
             held: BTreeMap::new(),
-            pinned: Vec::new(),
-            compactions: 0,
+            stitches: 0,
             shortages: 0,
             fill: 0,
         }
@@ -57,8 +56,8 @@ impl Model {
                     let reserved = self.planner.reserved_bytes();
                     self.memory.resize(reserved as usize, 0);
                 }
-                Ok(Remedy::Compact(plan)) => self.compact(&plan),
-                Ok(other) => panic!("stitching is disabled: {other:?}"),
+                Ok(Remedy::Stitch(plan)) => return self.stitch(&plan, request),
+                Ok(other) => panic!("neither growing nor stitching: {other:?}"),
                 Err(shortage) => {
                     assert_eq!(
                         shortage.requested_bytes,
@@ -77,6 +76,11 @@ impl Model {
             0,
             "{request:?} at {start}"
         );
+        self.hold(start, bytes, id);
+    }
+
+    /// Holds new bytes, which must be free.
+    fn hold(&mut self, start: u64, bytes: u64, id: RangeId) {
         assert!(start + bytes <= self.memory.len() as u64);
         if let Some((below, (size, ..))) = self.held.range(..=start).next_back() {
             assert!(below + size <= start, "overlaps the block below");
@@ -89,36 +93,15 @@ impl Model {
         self.held.insert(start, (bytes, id, self.fill));
     }
 
-    fn compact(&mut self, plan: &Compaction) {
-        self.compactions += 1;
-        for m in &plan.moves {
-            assert!(!self.pinned.contains(&m.range), "a pinned range moves");
-            for (from, to, bytes) in m.copies() {
-                assert!(from.abs_diff(to) >= bytes, "a copy overlaps itself");
-                self.memory
-                    .copy_within(from as usize..(from + bytes) as usize, to as usize);
-            }
-            let (bytes, id, fill) = self.held.remove(&m.from).expect("a live range");
-            assert_eq!((bytes, id), (m.bytes, m.range));
-            self.held.insert(m.to, (bytes, id, fill));
+    /// Holds the pieces of a stitched block, which are whole free pages.
+    fn stitch(&mut self, plan: &Stitch, request: Request) {
+        self.stitches += 1;
+        assert_eq!(plan.bytes(), request.bytes.next_multiple_of(PAGE));
+        let ids = self.planner.allocate_pieces(plan, request.tag);
+        for (&(start, bytes), id) in plan.pieces.iter().zip(ids) {
+            assert_eq!((start % PAGE, bytes % PAGE), (0, 0), "{plan:?}");
+            self.hold(start, bytes, id);
         }
-
-        self.planner.apply(plan);
-        for (start, (bytes, id, fill)) in &self.held {
-            assert_eq!(self.planner.offset_of(*id), *start);
-            let contents = &self.memory[*start as usize..(start + bytes) as usize];
-            assert!(
-                contents.iter().all(|b| b == fill),
-                "the contents of {id:?} at {start} are lost"
-            );
-        }
-
-        let clear = self
-            .held
-            .range(plan.start..plan.start + plan.bytes)
-            .next()
-            .is_none();
-        assert!(clear, "the space that the plan opens is not free");
     }
 
     fn free(&mut self, nth: usize) {
@@ -133,7 +116,6 @@ impl Model {
         );
         assert_eq!(self.planner.free(id), (start, bytes));
         self.held.remove(&start);
-        self.pinned.retain(|p| *p != id);
     }
 
     fn check(&self) {
@@ -172,7 +154,7 @@ fn model_ops() -> usize {
 #[test]
 fn random_programs_agree_with_the_reference() {
     let mut random = Random(1);
-    let mut compactions = 0;
+    let mut stitches = 0;
     let mut shortages = 0;
     let rounds = 10;
 
@@ -185,28 +167,18 @@ fn random_programs_agree_with_the_reference() {
             if filling {
                 let request = random_request(&mut random);
                 model.allocate(request);
-                if round >= 6 && random.below(20) == 0 {
-                    let id = model.held.values().next().map(|(_, id, _)| *id);
-                    if let Some(id) = id.filter(|_| model.pinned.len() < 3) {
-                        model.planner.pin(id, true);
-                        model.pinned.push(id);
-                    }
-                }
             } else {
                 let nth = random.below(1 << 20) as usize;
                 model.free(nth);
             }
             model.check();
         }
-        compactions += model.compactions;
+        stitches += model.stitches;
         shortages += model.shortages;
     }
 
     if !cfg!(miri) {
-        assert!(
-            compactions > 100,
-            "only {compactions} compactions were tried"
-        );
+        assert!(stitches > 100, "only {stitches} blocks were stitched");
         assert!(shortages > 10, "only {shortages} shortages were met");
     }
 }
@@ -258,30 +230,10 @@ proptest! {
     }
 
     #[test]
-    fn compaction_reaches_the_bound(steps in steps()) {
-        // If no range is pinned or aligned above the granule, all free bytes become contiguous.
-        let mut model = Model::new(config(1 << 40, 0.5));
-        let plain: Vec<_> = steps.iter().map(|step| match *step {
-            Step::Allocate(bytes, _, lifetime) => Step::Allocate(bytes, 0, lifetime),
-            Step::Free(nth) => Step::Free(nth),
-        }).collect();
-        run(&mut model, &plain);
-        let free = model.planner.report().free_bytes;
-        if free > 0 {
-            let plan = model.planner.plan_compaction(free, 1).expect("the bound is reached");
-            prop_assert_eq!(plan.bytes, free);
-            model.compact(&plan);
-            model.check();
-            prop_assert_eq!(model.planner.report().largest_free_bytes, free);
-        }
-        prop_assert!(model.planner.plan_compaction(free + 1, 1).is_none());
-    }
-
-    #[test]
-    fn reserved_stays_within_the_slack_of_the_peak(steps in steps(), slack in 0.0f64..0.2) {
+    fn whole_pages_stay_within_the_slack_of_the_peak(steps in steps(), slack in 0.0f64..0.2) {
         let mut model = Model::new(config(1 << 40, slack));
         let plain: Vec<_> = steps.iter().map(|step| match *step {
-            Step::Allocate(bytes, _, lifetime) => Step::Allocate(bytes, 0, lifetime),
+            Step::Allocate(bytes, _, lifetime) => Step::Allocate(bytes.next_multiple_of(PAGE), 0, lifetime),
             Step::Free(nth) => Step::Free(nth),
         }).collect();
         for step in &plain {
@@ -303,55 +255,60 @@ fn a_request_of_zero_bytes_takes_a_granule() {
     assert_eq!(model.planner.live_bytes(), 40 * GRANULE);
 }
 
-#[test]
-fn a_pinned_range_blocks_sliding_but_not_growing() {
+/// Four pages, of which the second and fourth are free, and half of the third.
+fn planner_with_holes() -> Planner {
     let mut planner = Planner::new(config(1 << 20, 0.0));
-    // Long-lived ranges are placed in the order of the requests.
-    let request = |pages: u64| Request::new(pages * PAGE).lifetime(Lifetime::Long);
-    planner.grow(8 * PAGE);
-    let ids: Vec<_> = (0..8)
-        .map(|_| planner.allocate(request(1)).expect("allocated").0)
-        .collect();
-    for i in [0, 1, 3, 4, 6, 7] {
-        planner.free(ids[i]);
+    planner.grow(4 * PAGE);
+    let request = |bytes| Request::new(bytes).lifetime(Lifetime::Long);
+    let ids: Vec<_> = [PAGE, PAGE, PAGE / 2, PAGE / 2, PAGE]
+        .map(|bytes| planner.allocate(request(bytes)).expect("allocated").0)
+        .into();
+    for id in [ids[1], ids[2], ids[4]] {
+        planner.free(id);
     }
-    planner.pin(ids[2], true);
-    planner.pin(ids[5], true);
-    assert!(planner.plan_compaction(3 * PAGE, 1).is_none());
-    assert_eq!(
-        planner.find_remedy(request(3)),
-        Ok(Remedy::Grow { bytes: PAGE })
-    );
-    planner.pin(ids[2], false);
-    let plan = planner.plan_compaction(3 * PAGE, 1).expect("one may move");
-    assert_eq!((plan.moves.len(), plan.moved_bytes()), (1, PAGE));
-    planner.apply(&plan);
-    planner.check_invariants().expect("sound");
-    assert!(planner.report().largest_free_bytes >= 3 * PAGE);
+    planner
 }
 
 #[test]
-fn a_small_range_between_two_holes_is_evicted() {
-    let mut planner = Planner::new(config(1 << 20, 0.0));
-    planner.grow(21 * PAGE);
-    let request = |pages: u64| Request::new(pages * PAGE).lifetime(Lifetime::Long);
-    let allocate =
-        |planner: &mut Planner, pages| planner.allocate(request(pages)).expect("allocated").0;
-    let low = allocate(&mut planner, 8);
-    let _small = allocate(&mut planner, 1);
-    let high = allocate(&mut planner, 8);
-    let _wall = allocate(&mut planner, 2);
-    let hole = allocate(&mut planner, 1);
-    let _last = allocate(&mut planner, 1);
-    for id in [low, high, hole] {
-        planner.free(id);
-    }
-    // One used page divides 16 free pages; moving it opens all 17.
-    let plan = planner.plan_compaction(17 * PAGE, 1).expect("allocated");
-    assert_eq!(plan.moved_bytes(), PAGE);
-    planner.apply(&plan);
+fn whole_free_pages_are_stitched() {
+    let mut planner = planner_with_holes();
+    let remedy = planner.find_remedy(Request::new(2 * PAGE));
+    let Ok(Remedy::Stitch(plan)) = remedy else {
+        panic!("{remedy:?}")
+    };
+    assert_eq!(plan.pieces, [(PAGE, PAGE), (3 * PAGE, PAGE)]);
+    planner.allocate_pieces(&plan, 0);
     planner.check_invariants().expect("sound");
-    assert_eq!(planner.report().largest_free_bytes, 17 * PAGE);
+    assert_eq!(planner.report().free_bytes, PAGE / 2);
+}
+
+#[test]
+fn parts_of_pages_are_not_stitched() {
+    let mut planner = planner_with_holes();
+    let held = planner.allocate(Request::new(PAGE)).expect("allocated");
+    // A page and a half are free, in two places.
+    let remedy = planner.find_remedy(Request::new(PAGE + PAGE / 2));
+    assert!(
+        matches!(remedy, Ok(Remedy::Grow { .. })),
+        "{remedy:?} beside {held:?}"
+    );
+}
+
+#[test]
+fn large_requests_alternate_between_the_ends() {
+    let mut planner = Planner::new(config(1 << 20, 0.0));
+    planner.grow(64 * PAGE);
+    let mut place = |lifetime| {
+        let request = Request::new(PAGE).lifetime(lifetime);
+        planner.allocate(request).expect("allocated").1 / PAGE
+    };
+    assert_eq!(
+        [(); 4].map(|()| place(Lifetime::Unknown)),
+        [63, 0, 62, 1],
+        "the highest and the lowest place"
+    );
+    assert_eq!([(); 2].map(|()| place(Lifetime::Long)), [2, 3]);
+    assert_eq!(place(Lifetime::Short), 61);
 }
 
 #[test]

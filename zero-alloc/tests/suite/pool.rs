@@ -1,83 +1,15 @@
 //! Accounting by purpose, and the end of a pool. Reuse in stream order and budgets are in
 //! `conformance`.
 
-use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use zero_alloc::device::{
-    AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Memory, Stream,
-};
-use zero_alloc::host::{HostDevice, HostEvent, HostStream, Monitor};
+use zero_alloc::device::{DType, Device, Stream};
+use zero_alloc::host::{HostDevice, HostStream, Monitor};
+use zero_alloc::testing::Simulated;
 use zero_alloc::{Pool, Purpose};
 
 const LIMIT: Duration = Duration::from_secs(60);
-
-/// The host, counting allocated bytes.
-#[derive(Clone, Debug, Default)]
-struct Counting {
-    host: HostDevice,
-    allocated_bytes: Arc<AtomicUsize>,
-}
-
-// SAFETY: the host's memory.
-unsafe impl Memory for Counting {
-    fn id(&self) -> DeviceId {
-        self.host.id()
-    }
-    fn allocate(&self, bytes: usize) -> Result<NonNull<u8>, DeviceError> {
-        self.allocated_bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.host.allocate(bytes)
-    }
-    unsafe fn deallocate(&self, ptr: NonNull<u8>, bytes: usize) {
-        self.allocated_bytes.fetch_sub(bytes, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { self.host.deallocate(ptr, bytes) };
-    }
-    fn granularity_bytes(&self) -> usize {
-        self.host.granularity_bytes()
-    }
-}
-
-// SAFETY: the host's device.
-unsafe impl Device for Counting {
-    type Stream = HostStream;
-    type Event = HostEvent;
-    fn kind(&self) -> DeviceKind {
-        DeviceKind::Host
-    }
-    fn check_stream(&self, what: &'static str, stream: &HostStream) -> Result<(), DeviceError> {
-        self.host.check_stream(what, stream)
-    }
-    fn create_stream(&self, name: &str) -> Result<HostStream, DeviceError> {
-        self.host.create_stream(name)
-    }
-    fn copy(&self, stream: &HostStream, src: AnySlice, dst: AnySlice) -> Result<(), DeviceError> {
-        self.host.copy(stream, src, dst)
-    }
-    fn fill_zero(&self, stream: &HostStream, dst: AnySlice) -> Result<(), DeviceError> {
-        self.host.fill_zero(stream, dst)
-    }
-    fn upload(
-        &self,
-        stream: &HostStream,
-        src: &[u8],
-        dst: AnySlice,
-        limit: Duration,
-    ) -> Result<(), DeviceError> {
-        self.host.upload(stream, src, dst, limit)
-    }
-    fn download(
-        &self,
-        stream: &HostStream,
-        src: AnySlice,
-        dst: &mut [u8],
-        limit: Duration,
-    ) -> Result<(), DeviceError> {
-        self.host.download(stream, src, dst, limit)
-    }
-}
 
 fn setup(budget_bytes: usize) -> (Pool<HostDevice>, HostStream, HostStream) {
     let device = HostDevice::new();
@@ -159,7 +91,7 @@ fn block_stream(stream: &HostStream) -> Arc<Monitor<bool>> {
 
 #[test]
 fn memory_is_freed_with_the_last_block() {
-    let device = Counting::default();
+    let device = Simulated::new(1 << 30, 4096).without_virtual_memory();
     let stream = device.create_stream("a").expect("a stream");
     let pool = Pool::new(device.clone(), 1 << 30);
     let block = pool
@@ -170,7 +102,7 @@ fn memory_is_freed_with_the_last_block() {
             .expect("allocated"),
     );
     drop(pool);
-    assert!(device.allocated_bytes.load(Ordering::Relaxed) >= 5 << 20);
+    assert!(device.usage().live_bytes >= 5 << 20);
     stream.synchronize(LIMIT).expect("ran");
     drop(block);
     wait_until_all_is_freed(&device);
@@ -178,7 +110,7 @@ fn memory_is_freed_with_the_last_block() {
 
 #[test]
 fn memory_in_use_is_not_freed() {
-    let device = Counting::default();
+    let device = Simulated::new(1 << 30, 4096).without_virtual_memory();
     let stream = device.create_stream("a").expect("a stream");
     let pool = Pool::new(device.clone(), 1 << 30);
     let block = pool
@@ -187,22 +119,19 @@ fn memory_in_use_is_not_freed() {
     let open = block_stream(&stream);
     drop((pool, block));
     std::thread::sleep(Duration::from_millis(20));
-    assert!(device.allocated_bytes.load(Ordering::Relaxed) > 0);
+    assert!(device.usage().live_bytes > 0);
     open.update(|open| *open = true);
     wait_until_all_is_freed(&device);
 }
 
-fn wait_until_all_is_freed(device: &Counting) {
+fn wait_until_all_is_freed(device: &Simulated) {
     for _ in 0..6000 {
-        if device.allocated_bytes.load(Ordering::Relaxed) == 0 {
+        if device.usage().live_bytes == 0 {
             return;
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    panic!(
-        "{} bytes are still allocated",
-        device.allocated_bytes.load(Ordering::Relaxed)
-    );
+    panic!("{} bytes are still allocated", device.usage().live_bytes);
 }
 
 #[test]

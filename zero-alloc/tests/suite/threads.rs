@@ -50,28 +50,14 @@ fn threads_share_a_pool() {
                         .wrapping_add(1442695040888963407);
                     let bytes = 1 + (random >> 33) as usize % MAX_BYTES;
                     let purpose = Purpose::ALL[(random >> 20) as usize % 6];
+                    let block = pool
+                        .allocate(bytes, DType::U8, purpose, &stream)
+                        .expect("allocated");
+                    // SAFETY: only the home stream uses the block, in order.
+                    let slice = unsafe { block.slice() };
+                    write_and_check(&stream, slice, thread * 31 + round).expect("enqueued");
                     if random >> 63 == 0 {
-                        let block = pool
-                            .allocate(bytes, DType::U8, purpose, &stream)
-                            .expect("allocated");
-                        // SAFETY: only the home stream uses the block, in order.
-                        let slice = unsafe { block.slice() };
-                        write_and_check(&stream, slice, thread * 31 + round).expect("enqueued");
                         held.push(block);
-                    } else {
-                        let block = pool
-                            .allocate_movable(bytes, DType::U8, purpose, &stream)
-                            .expect("allocated");
-                        // SAFETY: used only by what is enqueued on this stream, which orders it.
-                        let done = unsafe {
-                            block.with(&stream, |slice| {
-                                write_and_check(&stream, slice, thread * 31 + round)
-                            })
-                        };
-                        done.expect("the stream is there").expect("enqueued");
-                        if random >> 60 == 15 {
-                            pool.compact(1 << 20, &stream).expect("the stream is there");
-                        }
                     }
                     if held.len() > 20 {
                         drop(held.swap_remove((random >> 40) as usize % 20));

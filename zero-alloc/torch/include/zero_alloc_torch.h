@@ -73,7 +73,7 @@ typedef struct zero_torch_statistics {
     uint64_t frees;
     uint64_t out_of_memory;
     uint64_t stitched_pages;
-    uint64_t moved_bytes;
+    uint64_t moved_bytes;         /* 0: blocks do not move */
 } zero_torch_statistics;
 int zero_torch_get_statistics(int device, zero_torch_statistics *statistics);
 

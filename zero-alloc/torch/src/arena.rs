@@ -179,9 +179,7 @@ impl Arena {
             Err(error) => return Err(error.into()),
         }
 
-        // Moves what may move, which of the arena's own blocks is nothing; returns the free end to
-        // the device, which may then have contiguous pages for the request.
-        self.pool().compact(bytes, &self.own)?;
+        // Returns the free end to the device, which may then have contiguous pages for the request.
         self.pool().trim(TRIM_LIMIT);
         let tag = Tag {
             home,

@@ -1,12 +1,13 @@
 #![doc = include_str!("../../FORMAT.md")]
 
 pub(crate) mod blocks;
-pub(crate) mod catalog;
 pub(crate) mod coverage;
 pub(crate) mod dtype;
 pub(crate) mod header;
 pub(crate) mod manifest;
 pub(crate) mod model;
+pub(crate) mod names;
 pub(crate) mod runs;
+pub(crate) mod staged_name;
 pub(crate) mod tensor_folder;
 pub(crate) mod tensor_parallel;

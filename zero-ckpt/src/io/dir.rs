@@ -15,7 +15,7 @@ use rustix::fs::{self, AtFlags, FlockOperation, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::CkptError;
-use crate::format::catalog::{backup_of, step_of};
+use crate::format::names::{backup_of, step_of};
 use crate::io::counts;
 
 const DIR_FLAGS: OFlags = OFlags::RDONLY

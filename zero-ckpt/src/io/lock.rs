@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Write;
 
 use crate::CkptError;
-use crate::format::catalog::LOCK;
+use crate::format::names::LOCK;
 use crate::io::dir::Dir;
 
 /// A locked directory. The system also releases the lock when the process ends or is killed.

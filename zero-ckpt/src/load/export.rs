@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::format::catalog::random;
 use crate::format::header::{Header, TensorEntry};
+use crate::format::names::random;
 use crate::format::tensor_folder::{INDEX, Index, SINGLE};
 use crate::io::dir::Dir;
 use crate::{CkptError, ModelFiles, Reader, StateDtype};

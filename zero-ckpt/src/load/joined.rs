@@ -9,7 +9,7 @@ use zero_shard::{Layout, ParamId, ShardError, TensorCut, UnitSpec, tensor_pieces
 use crate::format::manifest::Manifest;
 use crate::format::tensor_parallel::{TENSOR_PARALLEL_JSON, TensorParallel};
 use crate::io::dir::Dir;
-use crate::load::reader::read_document;
+use crate::load::document::read_document;
 use crate::{CkptError, ModelSpec};
 
 /// The whole parameters, and the place of their parts in the stored units.

@@ -1,5 +1,8 @@
 //! Loading: opening a checkpoint, reading it in any layout, verifying, exporting.
 
+pub(crate) mod catalog;
+pub(crate) mod division;
+pub(crate) mod document;
 pub(crate) mod export;
 mod inspect;
 pub(crate) mod joined;
@@ -7,6 +10,6 @@ pub(crate) mod on_ranks;
 pub(crate) mod read_list;
 pub(crate) mod reader;
 pub(crate) mod resharding;
-pub(crate) mod resolve;
 pub(crate) mod shard_file;
+pub(crate) mod staged_hint;
 pub(crate) mod verify;

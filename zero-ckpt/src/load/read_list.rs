@@ -10,7 +10,10 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use zero_shard::ParamId;
+
 use crate::format::blocks::BLOCK_BYTES;
+use crate::format::tensor_folder::check_range;
 use crate::io::parallel::{chunks_to_read, in_parallel, threads_for};
 use crate::{CkptError, Reader, StateDtype};
 
@@ -171,6 +174,48 @@ impl<'r, 'o> ReadList<'r, 'o> {
                 })
             },
         )
+    }
+}
+
+impl Reader {
+    /// Reads elements `range` of the whole parameter `param` (row-major, flat) of `state` as fp32,
+    /// which is exact.
+    ///
+    /// # Errors
+    /// No such state or parameter, a range past its elements, a wrong length of `out`, a failed
+    /// read or a wrong checksum.
+    pub fn read_param(
+        &self,
+        state: &str,
+        param: &str,
+        range: Range<u64>,
+        out: &mut [f32],
+    ) -> Result<(), CkptError> {
+        let (id, placed) = self.param(param)?;
+        check_range(param, placed.numel_elems, &range, out.len())?;
+        let mut reads = ReadList::new(self, state, out)?;
+        self.list(id, range, &mut reads)?;
+        reads.finish()
+    }
+
+    /// Lists the reads of elements `range` of a whole parameter. The range must be within it.
+    pub(crate) fn list(
+        &self,
+        id: ParamId,
+        range: Range<u64>,
+        reads: &mut ReadList<'_, '_>,
+    ) -> Result<(), CkptError> {
+        let Some(joined) = &self.joined else {
+            let start = self.layout.units()[id.unit].params[id.param].offset_elems;
+            return reads.elems(id.unit, start + range.start..start + range.end);
+        };
+        let stored = joined
+            .stored(&self.layout, id, range)
+            .map_err(|e| CkptError::argument("range of a parameter", "elements of its parts", e))?;
+        for stored in stored {
+            reads.elems(id.unit, stored)?;
+        }
+        Ok(())
     }
 }
 

@@ -1,27 +1,23 @@
 //! Verified reads of any range of any state.
 
-use std::io::Read as _;
-use std::ops::Range;
-use std::path::Path;
+use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use serde_json::Value;
-use zero_shard::{Layout, ParamId, ParamPlacement, ParamSpec, TensorCut, TensorPart, UnitSpec};
+use zero_shard::{Layout, ParamId, ParamPlacement, UnitSpec};
 
-use crate::format::blocks::checksum;
-use crate::format::catalog::{self, BEST, LATEST, backup_of};
 use crate::format::coverage::Coverage;
-use crate::format::manifest::{DocumentRecord, MANIFEST_NAME, Manifest};
-use crate::format::tensor_folder::check_range;
-use crate::io::counts;
+use crate::format::manifest::{MANIFEST_NAME, Manifest};
+use crate::format::names::{BEST, LATEST, backup_of};
 use crate::io::dir::Dir;
+use crate::load::catalog;
+use crate::load::division::Division;
+use crate::load::document::read_document;
 use crate::load::joined::Joined;
-use crate::load::read_list::ReadList;
-use crate::load::resharding::Division;
-use crate::load::resolve::staged_hint;
 use crate::load::shard_file::{ShardFile, open_checked};
-use crate::{CkptError, ModelSpec, StateDtype, TensorParallel, View};
+use crate::load::staged_hint::staged_hint;
+use crate::{CkptError, ModelSpec, StateDtype, TensorParallel};
 
 /// Descriptors of shard files that a reader keeps open at a time; others are opened for each read.
 /// A rank rarely reads from more files, and a process may have only 1024 descriptors.
@@ -36,7 +32,7 @@ pub struct Reader {
     /// The whole model, if the stored units are the parts of tensor-parallel ranks.
     pub(crate) joined: Option<Joined>,
     /// The part of the model that views are of.
-    division: Option<Arc<Division>>,
+    pub(super) division: Option<Arc<Division>>,
     pub(crate) coverage: Coverage,
     /// Checksum of the manifest's content.
     pub(crate) crc64: u64,
@@ -53,7 +49,7 @@ impl Reader {
     /// (`step-00000030.old.*`) if a crash left only that. If it is incomplete (a file is missing or
     /// has another length, or the manifest is damaged), opens the complete checkpoint that was
     /// saved last; [`Reader::notices`] lists the skipped ones with their defects.
-    /// [`Reader::read_param`], [`View::read_range`] and [`Reader::verify`] verify file contents as
+    /// [`Reader::read_param`], [`View::read_range`](crate::View::read_range) and [`Reader::verify`] verify file contents as
     /// they read them.
     ///
     /// # Errors
@@ -220,6 +216,24 @@ impl Reader {
         self.dir.path()
     }
 
+    /// The directory of checkpoints that holds this one.
+    ///
+    /// # Errors
+    /// The path ends in `.` or `..` and cannot be resolved.
+    pub fn store_dir(&self) -> Result<PathBuf, CkptError> {
+        let path = match self.path().components().next_back() {
+            Some(Component::Normal(_)) => self.path().to_owned(),
+            _ => self
+                .path()
+                .canonicalize()
+                .map_err(CkptError::io("open", self.path()))?,
+        };
+        let parent = path
+            .parent()
+            .filter(|parent| !parent.as_os_str().is_empty());
+        Ok(parent.unwrap_or(Path::new(".")).to_owned())
+    }
+
     /// The checkpoint's manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
@@ -256,107 +270,6 @@ impl Reader {
     /// The whole parameters, in the order of the model.
     pub fn params(&self) -> impl Iterator<Item = &ParamPlacement> {
         self.whole_layout().units().iter().flat_map(|u| &u.params)
-    }
-
-    /// A view of this checkpoint in another layout of the same model, or of the part that
-    /// [`Reader::of_part`] has set.
-    ///
-    /// # Errors
-    /// [`CkptError::AnotherModel`] if parameters have other names or shapes.
-    pub fn view<'a>(&'a self, layout: &'a Layout) -> Result<View<'a>, CkptError> {
-        View::new(self, layout, self.division.clone())
-    }
-
-    /// A view of one tensor-parallel rank's part of this checkpoint, which was saved by any number
-    /// of tensor-parallel ranks. `layout` is that of the part, with the names of the whole
-    /// parameters and the shapes of [`TensorPart::unit`]; `cut_of` returns the cut of a whole
-    /// parameter over the ranks of `part`. Padding in the part of a parameter is set to zero.
-    ///
-    /// # Errors
-    /// [`CkptError::NoPart`] if a parameter cannot be cut so, [`CkptError::AnotherModel`] if
-    /// parameters have other names or shapes.
-    pub fn view_of_part<'a>(
-        &'a self,
-        layout: &'a Layout,
-        part: TensorPart,
-        cut_of: impl Fn(&ParamSpec) -> TensorCut,
-    ) -> Result<View<'a>, CkptError> {
-        let division = self.divide(part, cut_of)?;
-        View::new(self, layout, division)
-    }
-
-    /// Makes [`Reader::view`] a view of one tensor-parallel rank's part, as
-    /// [`Reader::view_of_part`]: for code that loads the state of a layout and does not know of
-    /// tensor parallelism. Parameters that are read by name stay whole.
-    ///
-    /// # Errors
-    /// [`CkptError::NoPart`] if a parameter cannot be cut so.
-    pub fn of_part(
-        mut self,
-        part: TensorPart,
-        cut_of: impl Fn(&ParamSpec) -> TensorCut,
-    ) -> Result<Self, CkptError> {
-        self.division = self.divide(part, cut_of)?;
-        Ok(self)
-    }
-
-    /// The division of the whole parameters into `part` and others; `None` for the whole model.
-    fn divide(
-        &self,
-        part: TensorPart,
-        cut_of: impl Fn(&ParamSpec) -> TensorCut,
-    ) -> Result<Option<Arc<Division>>, CkptError> {
-        if part.ranks() == 1 {
-            return Ok(None);
-        }
-        let division =
-            Division::new(self.whole_units(), part, cut_of).map_err(|e| CkptError::NoPart {
-                path: self.path().into(),
-                rank: part.rank(),
-                ranks: part.ranks(),
-                why: e.to_string(),
-            })?;
-        Ok(Some(Arc::new(division)))
-    }
-
-    /// Reads elements `range` of the whole parameter `param` (row-major, flat) of `state` as fp32,
-    /// which is exact.
-    ///
-    /// # Errors
-    /// No such state or parameter, a range past its elements, a wrong length of `out`, a failed
-    /// read or a wrong checksum.
-    pub fn read_param(
-        &self,
-        state: &str,
-        param: &str,
-        range: Range<u64>,
-        out: &mut [f32],
-    ) -> Result<(), CkptError> {
-        let (id, placed) = self.param(param)?;
-        check_range(param, placed.numel_elems, &range, out.len())?;
-        let mut reads = ReadList::new(self, state, out)?;
-        self.list(id, range, &mut reads)?;
-        reads.finish()
-    }
-
-    /// Lists the reads of elements `range` of a whole parameter. The range must be within it.
-    pub(crate) fn list(
-        &self,
-        id: ParamId,
-        range: Range<u64>,
-        reads: &mut ReadList<'_, '_>,
-    ) -> Result<(), CkptError> {
-        let Some(joined) = &self.joined else {
-            let start = self.layout.units()[id.unit].params[id.param].offset_elems;
-            return reads.elems(id.unit, start + range.start..start + range.end);
-        };
-        let stored = joined
-            .stored(&self.layout, id, range)
-            .map_err(|e| CkptError::argument("range of a parameter", "elements of its parts", e))?;
-        for stored in stored {
-            reads.elems(id.unit, stored)?;
-        }
-        Ok(())
     }
 
     /// The parameters of the model: whole ones, also if tensor-parallel ranks saved parts.
@@ -421,25 +334,5 @@ impl Reader {
     /// Whether another descriptor may stay open.
     pub(crate) fn may_keep(&self) -> bool {
         self.kept.fetch_add(1, Ordering::Relaxed) < MAX_KEPT
-    }
-}
-
-/// Reads a document and verifies it.
-pub(crate) fn read_document(dir: &Dir, record: &DocumentRecord) -> Result<Vec<u8>, CkptError> {
-    let path = dir.path().join(&record.name);
-    let mut bytes = Vec::new();
-    let file = open_checked(dir, &record.name, record.bytes, false)?;
-    file.take(record.bytes)
-        .read_to_end(&mut bytes)
-        .map_err(CkptError::io("read", &path))?;
-    counts::read(bytes.len());
-    match (record.crc64, checksum(&bytes)) {
-        (expected, got) if expected == got => Ok(bytes),
-        (expected, got) => Err(CkptError::Corrupt {
-            path,
-            range: 0..record.bytes,
-            expected,
-            got,
-        }),
     }
 }

@@ -3,11 +3,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use zero_shard::{Layout, ParamSpec, ShardError, TensorCut, TensorPart, UnitLayout, UnitSpec};
+use zero_shard::{Layout, ParamSpec, TensorCut, TensorPart, UnitLayout};
 
 use crate::format::runs::{elems_of, runs};
 use crate::format::tensor_folder::check_range;
 use crate::format::tensor_parallel::TENSOR_PARALLEL_JSON;
+use crate::load::division::Division;
 use crate::load::read_list::ReadList;
 use crate::{CkptError, ModelSpec, Reader};
 
@@ -21,30 +22,66 @@ pub struct View<'a> {
     division: Option<Arc<Division>>,
 }
 
-/// One tensor-parallel rank's part of the whole parameters of a checkpoint.
-pub(crate) struct Division {
-    part: TensorPart,
-    /// By unit and parameter of the whole model.
-    cuts: Vec<Vec<TensorCut>>,
-    /// The parameters of the part.
-    model: ModelSpec,
-}
+impl Reader {
+    /// A view of this checkpoint in another layout of the same model, or of the part that
+    /// [`Reader::of_part`] has set.
+    ///
+    /// # Errors
+    /// [`CkptError::AnotherModel`] if parameters have other names or shapes.
+    pub fn view<'a>(&'a self, layout: &'a Layout) -> Result<View<'a>, CkptError> {
+        View::new(self, layout, self.division.clone())
+    }
 
-impl Division {
-    pub(crate) fn new(
-        units: &[UnitSpec],
+    /// A view of one tensor-parallel rank's part of this checkpoint, which was saved by any number
+    /// of tensor-parallel ranks. `layout` is that of the part, with the names of the whole
+    /// parameters and the shapes of [`TensorPart::unit`]; `cut_of` returns the cut of a whole
+    /// parameter over the ranks of `part`. Padding in the part of a parameter is set to zero.
+    ///
+    /// # Errors
+    /// [`CkptError::NoPart`] if a parameter cannot be cut so, [`CkptError::AnotherModel`] if
+    /// parameters have other names or shapes.
+    pub fn view_of_part<'a>(
+        &'a self,
+        layout: &'a Layout,
         part: TensorPart,
         cut_of: impl Fn(&ParamSpec) -> TensorCut,
-    ) -> Result<Self, ShardError> {
-        let cuts_of = |unit: &UnitSpec| unit.params.iter().map(&cut_of).collect();
-        let local = units.iter().map(|unit| part.unit(unit, &cut_of));
-        Ok(Self {
-            part,
-            cuts: units.iter().map(cuts_of).collect(),
-            model: ModelSpec {
-                units: local.collect::<Result<_, _>>()?,
-            },
-        })
+    ) -> Result<View<'a>, CkptError> {
+        let division = self.divide(part, cut_of)?;
+        View::new(self, layout, division)
+    }
+
+    /// Makes [`Reader::view`] a view of one tensor-parallel rank's part, as
+    /// [`Reader::view_of_part`]: for code that loads the state of a layout and does not know of
+    /// tensor parallelism. Parameters that are read by name stay whole.
+    ///
+    /// # Errors
+    /// [`CkptError::NoPart`] if a parameter cannot be cut so.
+    pub fn of_part(
+        mut self,
+        part: TensorPart,
+        cut_of: impl Fn(&ParamSpec) -> TensorCut,
+    ) -> Result<Self, CkptError> {
+        self.division = self.divide(part, cut_of)?;
+        Ok(self)
+    }
+
+    /// The division of the whole parameters into `part` and others; `None` for the whole model.
+    fn divide(
+        &self,
+        part: TensorPart,
+        cut_of: impl Fn(&ParamSpec) -> TensorCut,
+    ) -> Result<Option<Arc<Division>>, CkptError> {
+        if part.ranks() == 1 {
+            return Ok(None);
+        }
+        let division =
+            Division::new(self.whole_units(), part, cut_of).map_err(|e| CkptError::NoPart {
+                path: self.path().into(),
+                rank: part.rank(),
+                ranks: part.ranks(),
+                why: e.to_string(),
+            })?;
+        Ok(Some(Arc::new(division)))
     }
 }
 

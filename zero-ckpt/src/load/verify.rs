@@ -1,6 +1,6 @@
 //! Verification of every byte of a checkpoint.
 
-use crate::load::reader::read_document;
+use crate::load::document::read_document;
 use crate::load::shard_file::ShardFile;
 use crate::{CkptError, Reader};
 

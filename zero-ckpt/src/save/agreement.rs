@@ -7,83 +7,18 @@
 //! Why records and not descriptions: a save sends 64 bytes a rank to rank 0 and 4,096 bytes back.
 //! Gathers of whole descriptions took 51 MB each at 4,096 ranks and 100 units.
 
-use std::collections::BTreeMap;
-
-use serde::{Deserialize, Serialize};
 use zero_shard::Layout;
 
-use super::staged_name::{Kind, SaveId, StagedName};
+use super::records::{Publication, PublishedCheckpoint, StagedFile};
 use crate::agree::{
     Answer, FAILED, PENDING, READY, Record, fail, failed, failed_rank, follow, gather, number,
     pend, ready, record, stall_error,
 };
-use crate::exchange::{Exchange, MESSAGE_BYTES, Message, broadcast};
+use crate::exchange::{Exchange, Message, broadcast};
 use crate::format::blocks::{checksum, shard_pieces};
+use crate::format::staged_name::{Kind, SaveId, StagedName};
 use crate::job::{Job, Watch};
 use crate::{CkptError, Piece, SaveMeta, StateSpec, Store};
-
-/// A rank's staged file.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct StagedFile {
-    /// The rank that staged it.
-    pub rank: u64,
-    /// Step of the save.
-    pub step: u64,
-    /// Name of the file in the staging directory.
-    pub file: String,
-    /// Its length.
-    pub bytes: u64,
-    /// Checksum of its header and table.
-    pub front_crc64: u64,
-    /// The states in it.
-    pub states: Vec<StateSpec>,
-    /// The elements in it, of each state.
-    pub pieces: Vec<Piece>,
-    pub(crate) save: SaveId,
-}
-
-/// The record of a published checkpoint, equal on all ranks.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[non_exhaustive]
-pub struct PublishedCheckpoint {
-    /// Its name in the directory: `step-00000030`.
-    pub name: String,
-    /// Its step.
-    pub step: u64,
-    /// The number of the save in this directory.
-    pub sequence: u64,
-    /// Bytes of all shard files.
-    pub bytes: u64,
-    /// The name of the checkpoint that `best` names.
-    pub best: Option<String>,
-    /// Failures in removing old checkpoints after earlier saves, and other notices; see
-    /// [`Store::take_notices`]. They affect no checkpoint.
-    pub notices: Vec<String>,
-}
-
-impl PublishedCheckpoint {
-    /// Removes notices until the record fits a message.
-    fn fit(mut self) -> Self {
-        while serde_json::to_vec(&self).is_ok_and(|json| json.len() + 16 > MESSAGE_BYTES)
-            && !self.notices.is_empty()
-        {
-            self.notices.pop();
-        }
-        self
-    }
-}
-
-/// A published checkpoint, and the saves that it supersedes on each rank.
-pub(crate) struct Publication {
-    pub(crate) checkpoint: PublishedCheckpoint,
-    /// The name of the checkpoint of [`SaveMeta::superseded`].
-    pub(crate) superseded: Option<String>,
-    /// The number of this save in each session of a rank; one session if [`Store::create_on_ranks`]
-    /// opened the stores.
-    pub(crate) numbers: BTreeMap<u64, u32>,
-}
 
 type Staged = Result<StagedFile, CkptError>;
 
@@ -441,7 +376,7 @@ mod tests {
     use super::*;
     use crate::StateDtype;
     use crate::exchange::shorten;
-    use crate::format::catalog::step_name;
+    use crate::format::names::step_name;
 
     #[test]
     fn record_round_trips() {

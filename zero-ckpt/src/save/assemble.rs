@@ -5,15 +5,16 @@ use std::path::Path;
 
 use zero_shard::Layout;
 
-use super::agreement::{PublishedCheckpoint, StagedFile};
+use super::checked_source::CheckedSource;
 use super::description::Description;
 use super::publish::Place;
-use super::staged_name::SaveId;
+use super::records::{PublishedCheckpoint, StagedFile};
 use super::staged_search::{Described, Found, Key, Location, save_name};
 use super::store::encode_header;
 use crate::format::blocks::{FileLayout, checksum, shard_pieces};
-use crate::format::catalog::{backup_of, step_of};
 use crate::format::manifest::{FileRecord, Manifest};
+use crate::format::names::{backup_of, step_of};
+use crate::format::staged_name::SaveId;
 use crate::io::dir::{Dir, FileId};
 use crate::load::shard_file::ShardFile;
 use crate::{CkptError, Reader, Store, StoreOptions};
@@ -200,19 +201,6 @@ fn complete_save(found: &Found, key: Key) -> Result<Complete<'_>, Vec<String>> {
         staged,
         sources,
     })
-}
-
-/// A checked file that is linked or copied into a checkpoint.
-pub(crate) struct CheckedSource<'a> {
-    dir: &'a Dir,
-    name: String,
-    id: FileId,
-}
-
-impl CheckedSource<'_> {
-    pub(crate) fn link_or_copy(&self, to_dir: &Dir, to: &str) -> Result<(), CkptError> {
-        self.dir.link_or_copy(&self.name, &self.id, to_dir, to)
-    }
 }
 
 /// Finds the whole files of a save.

@@ -15,13 +15,13 @@
 //! to a file. There are at most as many saves in flight as buffers.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use zero_shard::Layout;
 
-use super::agreement::{PublishedCheckpoint, Save, StagedFile};
+use super::agreement::Save;
 use super::meta::check_pieces;
+use super::records::{PublishedCheckpoint, StagedFile, StagingSlice};
 use crate::format::blocks::{FileLayout, file_order, shard_pieces};
 use crate::format::runs::runs;
 use crate::io::page_buffer::PageBuffer;
@@ -38,20 +38,6 @@ const MAX_COPY_THREADS: usize = 4;
 /// Waits until the copies into the staging buffer are complete; called on the save thread. It is a
 /// no-op for host memory and waits for an event for a device.
 pub type Fence = Box<dyn FnOnce() -> Result<(), String> + Send>;
-
-/// A part of the staging buffer, or of the buffer of [`Store::stage_streamed`]: elements of one
-/// unit of one state, without padding.
-#[non_exhaustive]
-pub struct StagingSlice<'a> {
-    /// The state.
-    pub state: &'a StateSpec,
-    /// Index of the unit.
-    pub unit: usize,
-    /// The elements, as indices in the rank's shard of the unit.
-    pub in_shard: Range<u64>,
-    /// Their bytes, little-endian, in the dtype of the state.
-    pub bytes: &'a mut [u8],
-}
 
 /// A [`Store`] that saves in the background. All ranks call `begin`, `advance` and `complete` in
 /// the same order.

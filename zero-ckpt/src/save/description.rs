@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use zero_shard::Layout;
 
-use super::agreement::StagedFile;
 use super::meta::{encode_documents, manifest_without_files};
-use super::staged_name::{Kind, StagedName};
+use super::records::StagedFile;
 use crate::format::blocks::checksum;
 use crate::format::manifest::{
     DocumentRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, check_size, hex64,
 };
+use crate::format::staged_name::{Kind, StagedName};
 use crate::io::dir::Dir;
 use crate::{CkptError, SaveMeta, Store};
 

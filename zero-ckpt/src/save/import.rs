@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 use zero_shard::{Layout, ParamSpec, UnitSpec};
 
-use super::agreement::PublishedCheckpoint;
+use super::records::PublishedCheckpoint;
 use crate::format::blocks::shard_pieces;
 use crate::format::tensor_folder::{SUPPORTED, TensorFolder, read_json_if_present};
 use crate::io::parallel::Source;

@@ -10,11 +10,11 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
-use super::agreement::StagedFile;
 use super::description::Description;
 use super::meta::shard_name;
-use super::staged_name::{Kind, SaveId, StagedName};
-use crate::format::catalog::{STAGING, backup_of, step_name};
+use super::records::StagedFile;
+use crate::format::names::{STAGING, backup_of, step_name};
+use crate::format::staged_name::{Kind, SaveId, StagedName};
 use crate::io::dir::Dir;
 use crate::{CkptError, Store};
 

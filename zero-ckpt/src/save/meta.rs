@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 use zero_shard::{Layout, ZeroStage};
 
-use super::agreement::StagedFile;
+use super::records::StagedFile;
 use crate::format::blocks::{checksum, shard_pieces};
 use crate::format::manifest::{
     DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest,

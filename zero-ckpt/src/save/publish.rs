@@ -6,19 +6,18 @@ use std::sync::atomic::Ordering;
 
 use zero_shard::Layout;
 
-use super::agreement::{Publication, PublishedCheckpoint, StagedFile};
-use super::assemble::CheckedSource;
+use super::checked_source::CheckedSource;
 use super::meta::{SaveMeta, encode_documents, manifest_without_files, with_files};
+use super::records::{Publication, PublishedCheckpoint, StagedFile};
 use super::replace;
-use super::staged_name::{Kind, SaveId, StagedName};
 use super::store::{SavePoint, Store};
 use crate::CkptError;
-use crate::format::catalog::{
-    self, BEST, Entry, LATEST, backup_of, pointer_line, random, step_name,
-};
 use crate::format::manifest::{MANIFEST_NAME, Manifest};
+use crate::format::names::{BEST, LATEST, backup_of, random, step_name};
+use crate::format::staged_name::{Kind, SaveId, StagedName};
 use crate::format::tensor_parallel::TENSOR_PARALLEL_JSON;
 use crate::io::dir::Dir;
+use crate::load::catalog::{self, Entry, pointer_line};
 use crate::load::joined::whole_model;
 
 /// Whether an entry with the name of a checkpoint whose manifest cannot be read, for this reason, is

@@ -10,7 +10,7 @@
 //! it. [`resolve_backups`] later restores the backup if no entry has the checkpoint's name, or
 //! removes it if a complete checkpoint has that name.
 
-use crate::format::catalog::{backup_name, backup_of};
+use crate::format::names::{backup_name, backup_of};
 use crate::io::dir::Dir;
 use crate::{CkptError, Reader};
 

@@ -20,7 +20,7 @@ use crate::agree::{
     stall_error, unexpected,
 };
 use crate::exchange::{Message, broadcast, shorten};
-use crate::format::catalog::random;
+use crate::format::names::random;
 use crate::job::{Job, Watch};
 use crate::{CkptError, Exchange, Store, StoreOptions};
 

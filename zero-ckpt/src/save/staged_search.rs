@@ -10,10 +10,11 @@ use zero_shard::Layout;
 
 use super::description::Description;
 use super::meta::shard_name;
-use super::staged_name::{Kind, SaveId, StagedName};
 use crate::CkptError;
-use crate::format::catalog::{self, STAGING};
+use crate::format::names::STAGING;
+use crate::format::staged_name::{Kind, SaveId, StagedName};
 use crate::io::dir::Dir;
+use crate::load::catalog;
 
 /// Missing ranks that an error lists.
 const MAX_LISTED: usize = 8;

@@ -29,21 +29,22 @@ use std::time::Duration;
 
 use zero_shard::Layout;
 
-use super::agreement::{PublishedCheckpoint, StagedFile};
-use super::background::StagingSlice;
 use super::meta::SaveMeta;
+use super::records::StagingSlice;
+use super::records::{PublishedCheckpoint, StagedFile};
+use super::removals::Removals;
 use super::replace;
-use super::staged_name::{Kind, SaveId, StagedName, run_checksum};
 use super::streamed::Streamed;
-use super::sweep::Removals;
 use crate::format::blocks::{FileLayout, checksum, file_order, shard_pieces};
-use crate::format::catalog::{self, Entry, STAGING, random, random_number};
 use crate::format::header::MAX_HEADER_BYTES;
 use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, check_size};
+use crate::format::names::{STAGING, random, random_number};
+use crate::format::staged_name::{Kind, SaveId, StagedName, run_checksum};
 use crate::io::dir::{Dir, is_plain};
 use crate::io::lock::Lock;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
 use crate::io::parallel::{self, Source};
+use crate::load::catalog::{self, Entry};
 use crate::{CkptError, Exchange, ModelFiles, ModelSpec, Piece, ShardData, StateSpec};
 
 /// A point of the save protocol at which tests interrupt a run.

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use zero_shard::Layout;
 
-use super::background::StagingSlice;
+use super::records::StagingSlice;
 use crate::StateSpec;
 use crate::format::runs::runs;
 use crate::io::parallel::Source;

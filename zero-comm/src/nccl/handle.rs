@@ -18,11 +18,11 @@ use zero_alloc::device::AnySlice;
 
 use super::config::Config;
 use super::control::abort::AbortCompletion;
-use super::control::error::back_end;
 use super::control::world::Transport;
 use super::library::{IN_PROGRESS, Nccl, SUCCESS};
 use crate::call::{Checked, Group};
 use crate::comm_dtype::CommDType;
+use crate::error::nccl_failure;
 use crate::{Collective, CommError, ReduceOp};
 
 /// Duration of polling without sleep. NCCL's proxy thread needs some tens of microseconds to
@@ -111,7 +111,7 @@ impl Handle {
         id: &[u8],
         wait: Wait<'_>,
     ) -> Result<Self, Interrupt> {
-        let failed = |message: &str| Interrupt::Failed(back_end(message.to_owned()));
+        let failed = |message: &str| Interrupt::Failed(nccl_failure(message.to_owned()));
         let id: [u8; ID_BYTES] = id
             .try_into()
             .map_err(|_| failed("rank 0 sent an id of the wrong length"))?;
@@ -130,7 +130,7 @@ impl Handle {
         let raw = slot.load(Ordering::Acquire);
 
         if raw.is_null() {
-            return Err(Interrupt::Failed(back_end(
+            return Err(Interrupt::Failed(nccl_failure(
                 nccl.message("ncclCommInitRankConfig", code),
             )));
         }
@@ -161,7 +161,7 @@ impl Handle {
             .map_err(|e| Interrupt::Failed(e.into()))?;
         let raw = self.raw.lock();
         let raw = raw.as_ref().ok_or_else(|| {
-            wait.interrupt(|| back_end("the communicator was aborted".to_owned()))
+            wait.interrupt(|| nccl_failure("the communicator was aborted".to_owned()))
         })?;
         Ok(call(raw.0))
     }
@@ -363,7 +363,8 @@ impl Handle {
         wait: Wait<'_>,
     ) -> Result<Option<Self>, Interrupt> {
         let number = |n: usize| {
-            c_int::try_from(n).map_err(|_| Interrupt::Failed(back_end("too many ranks".to_owned())))
+            c_int::try_from(n)
+                .map_err(|_| Interrupt::Failed(nccl_failure("too many ranks".to_owned())))
         };
         let (color, key) = match place {
             Some((color, rank)) => (number(color)?, number(rank)?),

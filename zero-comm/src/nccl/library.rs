@@ -11,8 +11,9 @@ use std::sync::OnceLock;
 use cudarc::nccl::sys;
 use zero_alloc::library::{Library, MissingFunction, Search};
 
-use super::control::error::{back_end, version_text};
+use super::control::error::version_text;
 use crate::CommError;
+use crate::error::nccl_failure;
 
 /// `ncclSuccess` and `ncclInProgress`.
 pub(super) const SUCCESS: c_int = 0;
@@ -112,7 +113,7 @@ impl Nccl {
             tried,
         })?;
 
-        let table = Table::load(&library).map_err(|error| back_end(error.to_string()))?;
+        let table = Table::load(&library).map_err(|error| nccl_failure(error.to_string()))?;
         let mut version = 0;
         // SAFETY: the function writes one `c_int` to the pointer, which is valid.
         let code = unsafe { (table.get_version)(&raw mut version) };
@@ -123,7 +124,7 @@ impl Nccl {
             let has = version_text(version as u64);
             let needs = version_text(OLDEST as u64);
             let path = library.path();
-            return Err(back_end(format!(
+            return Err(nccl_failure(format!(
                 "{path} is NCCL {has}, but {needs} or later is needed"
             )));
         }
@@ -137,7 +138,7 @@ impl Nccl {
         if code == SUCCESS {
             Ok(())
         } else {
-            Err(back_end(self.message(call, code)))
+            Err(nccl_failure(self.message(call, code)))
         }
     }
 

@@ -56,7 +56,7 @@
 //! replay.
 
 mod config;
-mod control;
+pub(crate) mod control;
 mod handle;
 mod library;
 
@@ -69,10 +69,11 @@ use zero_alloc::TimeLimit;
 use zero_alloc::cuda::{CudaDevice, CudaStream, interop};
 use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Event, Memory, Stream};
 
+pub use control::error::{LaunchError, RendezvousError};
 #[cfg(feature = "testing")]
 #[doc(hidden)]
 pub use control::testing;
-pub use control::{LaunchError, Launcher, Ranks, RendezvousError, Token};
+pub use control::{Launcher, Ranks, Token};
 
 use crate::call::{Checked, Group};
 use crate::split_request::SplitRequest;

@@ -7,13 +7,13 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use zero_alloc::host::Polling;
+use zero_alloc::host::{Monitor, Polling};
 
 use super::slot::Slot;
-use super::split::Splits;
 use crate::CommError;
 use crate::CommOptions;
 use crate::call::Call;
+use crate::split_request::SplitRequest;
 
 /// Iterations of a spin loop before a rank sleeps, about 20 microseconds.
 const SPINS: u32 = 1000;
@@ -33,6 +33,53 @@ struct State {
     failure: Option<CommError>,
     /// Worlds split from this one.
     children: Vec<Weak<Shared>>,
+}
+
+/// A running split.
+#[derive(Default)]
+pub(super) struct Turn {
+    pub(super) requests: Vec<Option<SplitRequest>>,
+    pub(super) children: HashMap<u64, Arc<Shared>>,
+    pub(super) answered: usize,
+    pub(super) failure: Option<CommError>,
+}
+
+/// The running splits, by number, with the worlds that they make.
+#[derive(Default)]
+pub(super) struct Splits(pub(super) Mutex<HashMap<u64, Arc<Monitor<Turn>>>>);
+
+impl Splits {
+    fn open(&self) -> Vec<Arc<Monitor<Turn>>> {
+        self.0.lock().values().cloned().collect()
+    }
+
+    /// Fails all running splits.
+    pub(super) fn fail(&self, error: &CommError) {
+        for turn in self.open() {
+            turn.update(|turn| {
+                turn.failure.get_or_insert_with(|| error.clone());
+            });
+        }
+    }
+
+    /// Fails the splits that wait for `rank`, which has left.
+    pub(super) fn leave(&self, rank: usize) {
+        for turn in self.open() {
+            turn.update(|turn| {
+                if turn.requests[rank].is_none() {
+                    turn.failure.get_or_insert_with(|| left(rank));
+                }
+            });
+        }
+    }
+}
+
+/// The failure of a split whose rank has left.
+pub(super) fn left(rank: usize) -> CommError {
+    CommError::Peer {
+        rank,
+        message: "left before a split".to_owned(),
+    }
 }
 
 /// The shared state of a world's ranks.

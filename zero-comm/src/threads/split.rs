@@ -1,59 +1,12 @@
 //! Splits of a world: the ranks' host threads exchange colors and keys.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use zero_alloc::host::Monitor;
 
-use super::shared::Shared;
+use super::shared::{Shared, Turn, left};
 use crate::CommError;
 use crate::split_request::{SplitRequest, members};
-
-#[derive(Default)]
-struct Turn {
-    requests: Vec<Option<SplitRequest>>,
-    children: HashMap<u64, Arc<Shared>>,
-    answered: usize,
-    failure: Option<CommError>,
-}
-
-/// The running splits, by number.
-#[derive(Default)]
-pub(super) struct Splits(Mutex<HashMap<u64, Arc<Monitor<Turn>>>>);
-
-impl Splits {
-    fn open(&self) -> Vec<Arc<Monitor<Turn>>> {
-        self.0.lock().values().cloned().collect()
-    }
-
-    /// Fails all running splits.
-    pub(super) fn fail(&self, error: &CommError) {
-        for turn in self.open() {
-            turn.update(|turn| {
-                turn.failure.get_or_insert_with(|| error.clone());
-            });
-        }
-    }
-
-    /// Fails the splits that wait for `rank`, which has left.
-    pub(super) fn leave(&self, rank: usize) {
-        for turn in self.open() {
-            turn.update(|turn| {
-                if turn.requests[rank].is_none() {
-                    turn.failure.get_or_insert_with(|| left(rank));
-                }
-            });
-        }
-    }
-}
-
-fn left(rank: usize) -> CommError {
-    CommError::Peer {
-        rank,
-        message: "left before a split".to_owned(),
-    }
-}
 
 /// Waits until all ranks have called split `number`. Returns `rank`'s new rank and world; `None` if
 /// it passed no color.

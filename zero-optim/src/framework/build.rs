@@ -21,7 +21,7 @@ use super::core::{Core, UnitParams, kept};
 use super::gradients::Gradients;
 use super::rank::Rank;
 use super::rank_calls::{Call, Uses};
-use super::values::{range_of, short_name};
+use super::values::{hash, range_of, short_name};
 use super::zero::Zero;
 
 /// Elements of the largest bucket by default: 64 MiB in bf16.
@@ -32,6 +32,14 @@ type GroupOf = Box<dyn Fn(&str) -> usize>;
 
 /// Sets the place of the optimizer's state.
 type Offload<D> = Box<dyn for<'a> FnOnce(AdamWBuilder<'a, D>) -> AdamWBuilder<'a, D>>;
+
+impl<D: Device> Zero<D> {
+    /// The settings of a run on `rank`: stage 2 in fp32, one micro-batch a step, AdamW with its
+    /// default settings.
+    pub fn builder(rank: Rank<D>) -> Builder<D> {
+        Builder::new(rank)
+    }
+}
 
 /// The settings of a [`Zero`] to be, the same on all ranks.
 #[must_use = "`build` makes the run"]
@@ -471,11 +479,4 @@ fn initialise<D: Device>(
         optim.write_unit_params(&rank.compute, index, own)?;
     }
     Ok(hashes)
-}
-
-/// A hash of the bits of `values`, in order.
-pub(super) fn hash(values: &[f32]) -> u64 {
-    const PRIME: u64 = 0x0100_0000_01b3; // of FNV-1a
-    let next = |hash: u64, value: &f32| (hash ^ u64::from(value.to_bits())).wrapping_mul(PRIME);
-    values.iter().fold(0xcbf2_9ce4_8422_2325, next)
 }

@@ -15,11 +15,10 @@ use crate::{Divisor, GatheredStats, RankParams, RankSettings, ShardedAdamW, Step
 use crate::{UnitSlices, agree};
 
 use super::FrameworkError;
-use super::build::hash;
 use super::gradients::Gradients;
 use super::rank::Rank;
 use super::rank_calls::{self, Call, EndOfStep, Losses};
-use super::values::{Memory, some};
+use super::values::{Memory, hash, some};
 
 /// The parameters of a unit between steps.
 pub(super) struct UnitParams<D: Device> {

@@ -13,6 +13,13 @@ use super::FrameworkError;
 /// The owner of a slice's memory.
 pub(super) type Memory = Arc<dyn Any + Send + Sync>;
 
+/// A hash of the bits of `values`, in order.
+pub(super) fn hash(values: &[f32]) -> u64 {
+    const PRIME: u64 = 0x0100_0000_01b3; // of FNV-1a
+    let next = |hash: u64, value: &f32| (hash ^ u64::from(value.to_bits())).wrapping_mul(PRIME);
+    values.iter().fold(0xcbf2_9ce4_8422_2325, next)
+}
+
 /// The elements of parameter `param` in the unit.
 pub(super) fn range_of(unit: &UnitLayout, param: usize) -> Range<usize> {
     let range = unit.params[param].range();

@@ -11,7 +11,6 @@ use zero_shard::{Layout, ZeroStage};
 use crate::ShardedAdamW;
 
 use super::FrameworkError;
-use super::build::Builder;
 use super::core::Core;
 use super::rank::Rank;
 use super::step::Step;
@@ -47,12 +46,6 @@ impl<D: Device> fmt::Debug for Zero<D> {
 }
 
 impl<D: Device> Zero<D> {
-    /// The settings of a run on `rank`: stage 2 in fp32, one micro-batch a step, AdamW with its
-    /// default settings.
-    pub fn builder(rank: Rank<D>) -> Builder<D> {
-        Builder::new(rank)
-    }
-
     /// Begins a step.
     ///
     /// # Errors

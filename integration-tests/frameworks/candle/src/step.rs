@@ -17,9 +17,9 @@ use zero_alloc::host::HostDevice;
 use zero_optim::StepOutcome;
 use zero_optim::framework::{Params, Step};
 
+use crate::error::candle_error;
 use crate::hooks::{Claim, Gradient, Param};
 use crate::values::{RELEASED, fill, release};
-use crate::zero::candle_error;
 
 /// The start of a unit's reduction in a backward.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,7 +8,6 @@
 //! Whole tensors of candle are written after each update.
 
 use std::collections::{HashMap, HashSet};
-use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,42 +17,17 @@ use zero_alloc::Pool;
 use zero_alloc::host::HostDevice;
 use zero_comm::Communicator;
 use zero_kernels::host::HostKernels;
-use zero_optim::framework::{FrameworkError, Params, Rank, Zero};
+use zero_optim::framework::{Params, Rank, Zero};
 use zero_optim::{OptimizerConfig, RankSettings, StepOutcome, agree};
 use zero_shard::ZeroStage;
 
+use crate::error::candle_error;
 use crate::hooks::{Claim, Param, ShardedVars};
 use crate::step::{BackwardReport, Record, TrainStep, Unit, Units, scalar};
 use crate::values::{release, write};
 
 /// Elements of a message that initial values are sent in.
 const MESSAGE_ELEMS: usize = 1 << 20;
-
-/// A failure of the crates below, which becomes a candle error.
-type Failure = Box<dyn Error + Send + Sync>;
-
-pub(crate) fn candle_error(error: impl Into<Failure>) -> candle_core::Error {
-    let error: Failure = error.into();
-    if let Some(FrameworkError::Twice { name }) = error.downcast_ref().map(FrameworkError::cause) {
-        return candle_core::Error::msg(format!(
-            "{name} got a second gradient in one micro-batch: an earlier backward of the micro-batch \
-             failed; after an error of TrainStep::backward the step cannot go on"
-        ));
-    }
-    match error.downcast_ref() {
-        Some(of_zero) if is_missing(of_zero) => candle_core::Error::msg(format!(
-            "{error}. candle's backward ends at operations without one, such as candle_nn's fused \
-             rms_norm, layer_norm, softmax_last_dim and rope: exclude these parameters by the \
-             filter of ShardedVars::new, or use a model without these operations"
-        )),
-        _ => candle_core::Error::wrap(error),
-    }
-}
-
-/// Whether parameters have no gradient.
-fn is_missing(error: &FrameworkError) -> bool {
-    matches!(error.cause(), FrameworkError::Missing { .. })
-}
 
 /// The settings of a [`ZeroAdamW`], equal on all ranks.
 #[derive(Clone, Debug)]

@@ -3,9 +3,9 @@
 //! Forward computes only the head's norm. Backward computes the logits and their gradient, and an
 //! evaluation the logits alone, some rows at a time, so that they are never all in memory.
 
-use super::HostArch;
-use super::buffers::{HeadView, ScratchView};
+use super::arch::HostArch;
 use super::params::{Flat, HEAD};
+use super::slices::{HeadView, ScratchView};
 use crate::ops::{cross_entropy, linear};
 
 /// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`.

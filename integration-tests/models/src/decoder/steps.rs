@@ -10,16 +10,19 @@ use zero_alloc::device::{AnySlice, DeviceSlice};
 use zero_alloc::host::HostStream;
 use zero_trainer::ModelError;
 
-use super::buffers::{Activations, ScratchSlices};
+use super::arch::{Backward, Forward, HostArch};
+use super::engine::Engine;
+use super::groups::Groups;
 use super::params::Flat;
-use super::{Backward, Branch, Decoder, Forward, HostArch};
+use super::slices::{Activations, ScratchSlices};
 
 /// A step. It has the parameters of the pass, and the gradient of its unit in backward.
 type Step = Box<dyn FnOnce(&Flat<'_>, &mut [f32]) + Send>;
 
 /// The steps of a pass.
 pub(super) struct Steps<'a, A: HostArch> {
-    pub(super) model: &'a Decoder<A>,
+    pub(super) engine: &'a Engine<A>,
+    pub(super) groups: &'a Groups,
     pub(super) stream: &'a HostStream,
     label: &'static str,
     pass: usize,
@@ -32,7 +35,8 @@ pub(super) struct Steps<'a, A: HostArch> {
 impl<'a, A: HostArch> Steps<'a, A> {
     /// `grads` is empty in forward.
     pub(super) fn new(
-        model: &'a Decoder<A>,
+        engine: &'a Engine<A>,
+        groups: &'a Groups,
         stream: &'a HostStream,
         label: &'static str,
         pass: usize,
@@ -40,7 +44,8 @@ impl<'a, A: HostArch> Steps<'a, A> {
         grads: &'a [DeviceSlice<f32>],
     ) -> Self {
         Self {
-            model,
+            engine,
+            groups,
             stream,
             label,
             pass,
@@ -55,16 +60,16 @@ impl<'a, A: HostArch> Steps<'a, A> {
     }
 
     pub(super) fn activations(&self) -> Activations<DeviceSlice<f32>, A::Block> {
-        self.model.buffers.layers.of_pass(self.pass)
+        self.engine.buffers.layers.of_pass(self.pass)
     }
 
     pub(super) fn scratch(&self) -> ScratchSlices {
-        self.model.buffers.scratch
+        self.engine.buffers.scratch
     }
 
     /// Adds a step.
     pub(super) fn add(&mut self, step: impl FnOnce(&A, &Flat<'_>, &mut [f32]) + Send + 'static) {
-        let arch = Arc::clone(&self.model.arch);
+        let arch = Arc::clone(&self.engine.arch);
         self.steps
             .push(Box::new(move |flat, grad| step(&arch, flat, grad)));
     }
@@ -75,7 +80,7 @@ impl<'a, A: HostArch> Steps<'a, A> {
         if steps.is_empty() {
             return Ok(());
         }
-        self.model.enqueue(
+        self.engine.enqueue(
             self.stream,
             self.label,
             self.pass,
@@ -107,37 +112,5 @@ impl<'a, A: HostArch> Steps<'a, A> {
             let x = unsafe { x.as_host() };
             arch.backward(part, scratch.view(), block, x, flat, grad);
         });
-    }
-
-    /// A block's forward, with its output if `out` is set.
-    pub(super) fn forward_block(
-        &mut self,
-        out: Option<DeviceSlice<f32>>,
-    ) -> Result<(), ModelError> {
-        let Activations { input, block, .. } = self.activations();
-        self.norm(Forward::Norm1)?;
-        self.attend()?;
-        self.branch(Branch::Attention, A::mid(block), input)?;
-        self.norm(Forward::Norm2)?;
-        self.forward(Forward::Mlp, block);
-        out.map_or(Ok(()), |out| self.branch(Branch::Mlp, out, A::mid(block)))
-    }
-
-    /// A block's backward, from the gradient of its output in `scratch.dres` to that of its input.
-    pub(super) fn backward_block(&mut self) -> Result<(), ModelError> {
-        let block = self.activations().block;
-        let s = self.scratch();
-        self.begin_partial_sums();
-
-        self.norm_again(Forward::Norm2)?;
-        self.gradient_of_branch(Branch::Mlp)?;
-        self.backward(Backward::Mlp, block, s);
-        self.norm_backward(Backward::Norm2)?;
-
-        self.gradient_of_branch(Branch::Attention)?;
-        self.norm_again(Forward::Norm1)?;
-        self.attend_backward()?;
-        self.norm_backward(Backward::Norm1)?;
-        self.end_partial_sums()
     }
 }

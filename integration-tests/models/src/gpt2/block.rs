@@ -1,8 +1,8 @@
 //! A transformer block: `x + attention(ln_1 x)`, then `mid + mlp(ln_2 mid)`.
 
-use crate::decoder::buffers::{ScratchView, views};
+use crate::decoder::arch::{Backward, Branch, Forward};
 use crate::decoder::params::{Flat, split_ranges};
-use crate::decoder::{Backward, Branch, Forward};
+use crate::decoder::slices::{ScratchView, views};
 use crate::ops::activation::Activation;
 use crate::ops::dropout::Dropout;
 use crate::ops::{attention, layer_norm, linear};

@@ -12,10 +12,13 @@ use zero_shard::UnitSpec;
 use zero_trainer::{ModelError, ModelRanks, Pass};
 
 use self::config::GptConfig;
-use crate::decoder::buffers::{Extent, HeadView, ScratchSlices, ScratchView, Sizes};
+use crate::decoder::Decoder;
+use crate::decoder::arch::{Backward, Branch, Forward, HostArch, HostModel};
 use crate::decoder::params::{Flat, UnitParams};
-use crate::decoder::sequence::{Exchanges, SequencePart};
-use crate::decoder::{self, Backward, Branch, Decoder, Forward, HostArch, HostModel};
+use crate::decoder::passes;
+use crate::decoder::sequence_part::{Exchanges, SequencePart};
+use crate::decoder::sizes::{Extent, Sizes};
+use crate::decoder::slices::{HeadView, ScratchSlices, ScratchView};
 use crate::ops::dropout::{Draws, Dropout};
 use crate::ops::{Span, Threads, attention, embedding, layer_norm};
 use crate::options::ModelOptions;
@@ -27,7 +30,7 @@ const FINAL_NORM: [&str; 2] = ["ln_f.weight", "ln_f.bias"];
 
 /// The passes of a GPT-2, one per unit: the embedding, each block, the head.
 pub fn passes(config: &GptConfig) -> Vec<Pass> {
-    decoder::passes(config.n_layer, config.tied_head)
+    passes::passes(config.n_layer, config.tied_head)
 }
 
 /// A GPT-2 and its batch, on the host.

@@ -5,9 +5,9 @@ use std::ops::Range;
 use zero_alloc::device::DeviceSlice;
 
 use super::config::LlamaConfig;
-use crate::decoder::buffers::{ScratchView, views};
+use crate::decoder::arch::{Backward, Branch, Forward};
 use crate::decoder::params::{Flat, split_ranges};
-use crate::decoder::{Backward, Branch, Forward};
+use crate::decoder::slices::{ScratchView, views};
 use crate::ops::{Span, attention, linear, rms_norm, rope, swiglu};
 use crate::tensor::TensorRank;
 

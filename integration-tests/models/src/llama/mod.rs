@@ -14,10 +14,12 @@ use zero_shard::UnitSpec;
 use zero_trainer::{ModelError, ModelRanks};
 
 use self::config::LlamaConfig;
-use crate::decoder::buffers::{Extent, HeadView, ScratchSlices, ScratchView, Sizes};
+use crate::decoder::Decoder;
+use crate::decoder::arch::{Backward, Branch, Forward, HostArch, HostModel};
 use crate::decoder::params::{Flat, UnitParams};
-use crate::decoder::sequence::{Exchanges, SequencePart};
-use crate::decoder::{Backward, Branch, Decoder, Forward, HostArch, HostModel};
+use crate::decoder::sequence_part::{Exchanges, SequencePart};
+use crate::decoder::sizes::{Extent, Sizes};
+use crate::decoder::slices::{HeadView, ScratchSlices, ScratchView};
 use crate::ops::{Threads, attention, embedding, linear, rms_norm};
 use crate::options::ModelOptions;
 use crate::tensor::TensorRank;

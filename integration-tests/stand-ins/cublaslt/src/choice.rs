@@ -2,6 +2,7 @@
 //! that use it are checked against them, and against the workspace that it requires.
 
 use crate::product::Description;
+use crate::sums::Sums;
 
 /// Required alignment of a workspace, in bytes.
 const WORKSPACE_ALIGNMENT: usize = 256;
@@ -40,43 +41,6 @@ pub(crate) struct Algorithm {
     alignments: [u64; 6],
     /// A [`Sums`].
     sums: u64,
-}
-
-/// The order and rounding of a product's sums.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sums {
-    /// All terms in one part.
-    Whole,
-    /// Two parts. First for well-aligned matrices, so that tests see that another algorithm has
-    /// other bits.
-    InParts,
-    /// Two parts, each rounded to the type of the result. Used where the preferences allow it.
-    InRoundedParts,
-    InFourParts,
-}
-
-impl Sums {
-    const ALL: [Self; 4] = [
-        Self::Whole,
-        Self::InParts,
-        Self::InRoundedParts,
-        Self::InFourParts,
-    ];
-
-    /// The number of parts.
-    pub(crate) fn parts(self) -> usize {
-        [1, 2, 2, 4][self as usize]
-    }
-
-    /// Whether parts are rounded to the type of the result.
-    pub(crate) fn rounds(self) -> bool {
-        self == Self::InRoundedParts
-    }
-
-    /// The workspace that is required, in bytes.
-    fn workspace_bytes(self) -> usize {
-        self.parts() << 10
-    }
 }
 
 impl Algorithm {

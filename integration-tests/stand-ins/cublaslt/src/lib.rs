@@ -14,5 +14,6 @@ mod api;
 mod choice;
 mod product;
 mod storage;
+mod sums;
 
 pub use api::*;

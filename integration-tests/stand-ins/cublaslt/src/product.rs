@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use crate::choice::Sums;
 use crate::storage::Storage;
+use crate::sums::Sums;
 
 /// A column-major matrix.
 #[derive(Clone, Copy, Debug)]

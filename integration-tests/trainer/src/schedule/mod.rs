@@ -16,8 +16,9 @@ use zero_comm::{ScheduledComm, ScheduledGroups};
 
 use crate::error::TrainError;
 use crate::options::RunOptions;
-use crate::rank::{HostSide, Rank, Settings};
+use crate::rank::{HostSide, Rank};
 use crate::run::enqueue_steps;
+use crate::settings::Settings;
 use crate::units::RunUnits;
 use crate::workload::Workload;
 use kernels::ScheduledKernels;

@@ -14,7 +14,8 @@ use zero_shard::Layout;
 
 use crate::model::Pass;
 use crate::param_groups::ModelGroups;
-use crate::rank::{Settings, first_trained};
+use crate::rank::first_trained;
+use crate::settings::Settings;
 
 /// The place of a unit's gradient in backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -230,8 +230,9 @@ mod tests {
 
     use super::*;
     use crate::offload::settings::OffloadSettings;
-    use crate::rank::{HostSide, Settings};
+    use crate::rank::HostSide;
     use crate::rank_bytes::tests::settings;
+    use crate::settings::Settings;
     use crate::units::RunUnits;
 
     const LIMIT: Duration = Duration::from_secs(60);

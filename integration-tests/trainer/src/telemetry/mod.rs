@@ -5,3 +5,4 @@ pub(crate) mod memory_trace;
 pub(crate) mod metrics;
 pub(crate) mod observer;
 pub(crate) mod phase;
+pub(crate) mod phased;

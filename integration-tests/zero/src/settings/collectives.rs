@@ -5,18 +5,8 @@
 use zero_trainer::MeshSettings;
 
 use super::args::Collectives;
-use super::mesh::{MeshRecord, group_flag};
-use super::row::{Row, Setting};
+use super::mesh::group_flag;
 use crate::error::CliError;
-
-/// Ranks agree on the route by themselves, since launchers may report other machines to each.
-pub(crate) const COLLECTIVES: Setting<Collectives, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.collectives,
-    ..Setting::new(
-        Row::new("mesh.two_level", "--collectives").not_compared(),
-        Collectives::default,
-    )
-};
 
 /// The route of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,8 +5,7 @@ use serde::{Deserialize, Serialize};
 use zero_shard::{Sharding, ZeroStage};
 use zero_trainer::MeshSettings;
 
-use super::args::OptimizerRanks;
-use super::collectives::COLLECTIVES;
+use super::args::{Collectives, OptimizerRanks};
 use super::row::{Conditions, Row, Setting, Sources};
 use crate::error::CliError;
 
@@ -79,6 +78,15 @@ const TENSOR_PARALLEL: Setting<usize, MeshRecord> = Setting {
     ..Setting::new(
         Row::new("mesh.tensor_parallel", "--tensor-parallel").key("tensor_parallel.autotp_size"),
         || 1,
+    )
+};
+
+/// Ranks agree on the route by themselves, since launchers may report other machines to each.
+pub(crate) const COLLECTIVES: Setting<Collectives, MeshRecord> = Setting {
+    of_flags: |args| args.mesh.collectives,
+    ..Setting::new(
+        Row::new("mesh.two_level", "--collectives").not_compared(),
+        Collectives::default,
     )
 };
 

@@ -8,7 +8,7 @@ use zero_shard::ZeroStage;
 use zero_trainer::RankBytes;
 
 use super::choices::ChosenModel;
-use super::launched::{launched_ranks, node_ranks};
+use super::launched::{host_threads, launched_ranks, node_ranks};
 use super::parts::{Gpu, Sizes, model_options, run_settings};
 use crate::error::CliError;
 use crate::memory::{self, rank_overhead_bytes};
@@ -212,7 +212,7 @@ impl Planned<'_> {
         let passes = model.config.passes();
         let need = RankBytes::new(&settings, &model.layout, &passes, activations, saves);
         let need = need.map_or(u64::MAX, |need| need.total());
-        let threads = super::setup::threads(&args, ranks);
+        let threads = host_threads(&args, ranks);
         let need = need.saturating_add(rank_overhead_bytes(threads as u64));
         figures.gpu.total_bytes = need;
         figures.fits = Some(need <= self.memory.bytes);

@@ -1,4 +1,6 @@
-//! How many processes a launcher has started.
+//! How many processes a launcher has started, and the threads of a rank.
+
+use std::num::NonZero;
 
 use zero_comm::nccl::Ranks;
 
@@ -166,6 +168,12 @@ pub(crate) fn launched_ranks(args: &TrainArgs) -> Result<usize, CliError> {
         found => found.map_err(CliError::usage)?,
     };
     Ok(launched.map_or(1, |ranks| ranks.world_size).max(by_mpi))
+}
+
+/// Threads of each rank on the host.
+pub(super) fn host_threads(args: &TrainArgs, ranks: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    args.threads.unwrap_or_else(|| (cores / ranks).max(1))
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ mod cuda;
 mod event_files;
 mod exchange;
 mod figures;
-mod launched;
+pub(crate) mod launched;
 mod line_file;
 mod loss_curve;
 mod memory_picture;
@@ -33,7 +33,7 @@ mod tfrecord;
 mod utilization;
 
 use backend::Backend;
-pub(crate) use launched::launched_ranks;
+use launched::launched_ranks;
 use resume::Resumed;
 use session::{observed, run_error};
 use setup::RunSetup;

@@ -28,10 +28,10 @@ use crate::settings::activations::{
 use crate::settings::agreement::{self, Unrecorded};
 use crate::settings::args::TrainArgs;
 use crate::settings::batch::{self, BatchRecord};
-use crate::settings::collectives::{self, COLLECTIVES, Route};
+use crate::settings::collectives::{self, Route};
 use crate::settings::communication::CommunicationRecord;
 use crate::settings::epochs::{self, Course};
-use crate::settings::mesh::{MeshRecord, Shares};
+use crate::settings::mesh::{COLLECTIVES, MeshRecord, Shares};
 use crate::settings::offload::resolve_folders;
 use crate::settings::record::{FORMAT, PROGRAM, RunRecord, new_run_id};
 use crate::settings::resolve::{

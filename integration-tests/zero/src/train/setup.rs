@@ -1,6 +1,5 @@
 //! A run that is ready to start. Everything is checked before a rank starts.
 
-use std::num::NonZero;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -12,6 +11,7 @@ use zero_trainer::{RunOptions, Settings};
 
 use super::csv_file::CsvLines;
 use super::exchange::StartExchange;
+use super::launched::host_threads;
 use super::metrics_file::MetricsLines;
 use super::parts::{self, Gpu, Parts};
 use super::resume::Resumed;
@@ -31,12 +31,6 @@ use crate::settings::resolve::RunSources;
 use crate::settings::row::Conditions;
 use crate::settings::samples::Samples;
 use crate::workload::{ModelWorkload, Weights};
-
-/// Threads of each rank on the host.
-pub(super) fn threads(args: &TrainArgs, ranks: usize) -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-    args.threads.unwrap_or_else(|| (cores / ranks).max(1))
-}
 
 /// The settings of a run that is ready to start.
 pub(crate) struct RunSetup {
@@ -173,7 +167,7 @@ impl RunSetup {
                 None => Weights::Initial(seed),
             },
             data: parts.data.training,
-            threads: threads(args, run.ranks),
+            threads: host_threads(args, run.ranks),
         };
 
         Self {

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 
-use super::measured::{Measurement, Metric, StepRows, TRIALS, document_text, measure, shell_line};
+use super::measured::{Measurement, Metric, StepRows, TRIALS, document_text, measure};
+use super::measured_tune::shell_line;
 use super::merge::merged;
 use super::outcome::TrialSteps;
 use super::{TuneArgs, measured, measured_table};
@@ -15,7 +16,7 @@ use crate::flags::{DTypeFlag, check_seq_len, find_model};
 use crate::output::{print_note, print_text};
 use crate::settings::args::TrainArgs;
 use crate::settings::batch::default_seq_len;
-use crate::train::launched_ranks;
+use crate::train::launched::launched_ranks;
 
 /// The configuration of the best, as DeepSpeed names it.
 const OPTIMAL: &str = "ds_config_optimal";

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use indicatif::HumanCount;
 
-use super::measured::{MeasuredChoice, MeasuredTune, shell_line};
+use super::measured_tune::{MeasuredChoice, MeasuredTune, shell_line};
 use crate::output::{bytes, counted};
 
 /// The table, and the command line of the best.

@@ -7,6 +7,7 @@ mod candidate;
 mod child;
 mod measured;
 mod measured_table;
+mod measured_tune;
 mod merge;
 mod outcome;
 mod place;

@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
 use super::context::SpareBuffer;
-use super::{Context, PINNING_REFUSED};
+use super::{Context, PINNING_REFUSED, non_null};
 use crate::device::{DeviceError, Page, VirtualMemory};
 
 /// The size of a pinned buffer: large enough to make the cost of starting a copy negligible.
@@ -20,13 +20,6 @@ pub(super) fn address(
     raw: sys::CUdeviceptr,
 ) -> Result<NonNull<u8>, DeviceError> {
     non_null(call, std::ptr::with_exposed_provenance_mut(raw as usize))
-}
-
-pub(super) fn non_null(call: &'static str, ptr: *mut u8) -> Result<NonNull<u8>, DeviceError> {
-    NonNull::new(ptr).ok_or_else(|| DeviceError::Driver {
-        call,
-        message: "it returned a null address".into(),
-    })
 }
 
 pub(super) fn raw(ptr: NonNull<u8>) -> sys::CUdeviceptr {

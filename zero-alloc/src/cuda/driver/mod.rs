@@ -26,6 +26,7 @@ mod table;
 mod words;
 
 use std::ffi::{CStr, c_char, c_int};
+use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys;
@@ -53,6 +54,14 @@ const NAMES: &[&str] = if cfg!(windows) {
 } else {
     &["libcuda.so.1", "libcuda.so"]
 };
+
+/// The address that the call `call` returned.
+fn non_null(call: &'static str, ptr: *mut u8) -> Result<NonNull<u8>, DeviceError> {
+    NonNull::new(ptr).ok_or_else(|| DeviceError::Driver {
+        call,
+        message: "it returned a null address".into(),
+    })
+}
 
 /// The loaded driver.
 pub(super) struct Driver {

@@ -11,8 +11,7 @@ use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use parking_lot::Mutex;
 
-use super::memory::non_null;
-use super::{Context, Queue};
+use super::{Context, Queue, non_null};
 use crate::device::DeviceError;
 
 const WAITING: u64 = 0;

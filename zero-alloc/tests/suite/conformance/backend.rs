@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, Device, DeviceError};
 use zero_alloc::host::{HostDevice, HostPages, HostStream, Monitor};
-use zero_alloc::{Block, Movable, Pool};
+use zero_alloc::{Block, Pool};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
@@ -66,31 +66,6 @@ pub(crate) fn check<D: Device>(pool: &Pool<D>, stream: &D::Stream, slice: AnySli
         "of {} bytes that should be {value}",
         seen.len()
     );
-}
-
-/// As [`fill`], for a block that may move.
-pub(crate) fn fill_movable<D: Device>(
-    pool: &Pool<D>,
-    stream: &D::Stream,
-    block: &Movable<D>,
-    value: u8,
-) {
-    // SAFETY: the slice is used only within, on the stream given; the tests order streams by
-    // events.
-    unsafe { block.with(stream, |slice| fill(pool, stream, slice, value)) }
-        .expect("the stream is there");
-}
-
-pub(crate) fn check_movable<D: Device>(
-    pool: &Pool<D>,
-    stream: &D::Stream,
-    block: &Movable<D>,
-    value: u8,
-) {
-    // SAFETY: the slice is used only within, on the stream given; the tests order streams by
-    // events.
-    unsafe { block.with(stream, |slice| check(pool, stream, slice, value)) }
-        .expect("the stream is there");
 }
 
 /// The host, with backings or with pages of 64 KiB.

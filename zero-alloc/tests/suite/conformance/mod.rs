@@ -37,7 +37,7 @@ macro_rules! conformance {
                 pool::steady_steps_allocate_nothing,
                 pool::trim_frees_the_finished_end,
                 pool::budget_error_has_the_numbers,
-                arena::contents_survive_compaction,
+                arena::contents_survive_reuse,
                 arena::large_block_is_stitched,
                 arena::pool_survives_every_failing_call,
             }

@@ -1,9 +1,56 @@
-//! Errors of the rendezvous.
+//! Errors of the launcher's variables and of the rendezvous.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+
+/// The reason why the launcher's variables are inconsistent.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum LaunchError {
+    /// Some variables of a launcher are set, but not all.
+    #[error("{present} is set, but {missing} is not")]
+    Missing {
+        /// A variable that is set.
+        present: &'static str,
+        /// The missing variable.
+        missing: &'static str,
+    },
+    /// A variable has a value of the wrong form.
+    #[error("{variable}={value}: expected {expected}")]
+    Value {
+        variable: &'static str,
+        value: String,
+        /// A description of valid values.
+        expected: &'static str,
+    },
+    /// The rank is not less than the world size.
+    #[error("{variable}={rank}, but there are {world_size} ranks")]
+    Rank {
+        /// The variable of the rank.
+        variable: &'static str,
+        rank: usize,
+        /// The number of ranks.
+        world_size: usize,
+    },
+    /// The local rank is not less than the number of ranks of the machine, or that number is larger
+    /// than the world.
+    #[error("{variable}={value} contradicts {limit_variable}={limit}")]
+    Contradiction {
+        variable: &'static str,
+        value: usize,
+        /// The variable that limits it.
+        limit_variable: &'static str,
+        limit: usize,
+    },
+    /// The secret of `ZERO_TOKEN` can be guessed.
+    #[error(
+        "ZERO_TOKEN has {len} bytes; use at least 16, for example those of `openssl rand -hex 16`"
+    )]
+    ShortToken { len: usize },
+}
 
 /// The reason why the ranks did not connect at rank 0's address.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
@@ -147,14 +194,6 @@ fn list(ranks: &[usize]) -> String {
         shown.join(", "),
         if ranks.len() > 8 { ", ..." } else { "" }
     )
-}
-
-/// A failure of the back end.
-pub(crate) fn back_end(message: String) -> crate::CommError {
-    crate::CommError::BackEnd {
-        back_end: "nccl",
-        message,
-    }
 }
 
 #[cfg(test)]

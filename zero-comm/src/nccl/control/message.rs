@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::wire::encode;
+use super::frames::encode;
 use crate::call::Call;
 use crate::error::shorten;
 use crate::split_request::SplitRequest;
@@ -156,8 +156,8 @@ mod tests {
     use proptest::prelude::*;
     use zero_alloc::device::DType;
 
+    use super::super::frames::decode;
     use super::super::handshake::VERSION;
-    use super::super::wire::decode;
     use super::*;
     use crate::call::Segments;
     use crate::{Collective, ReduceOp};

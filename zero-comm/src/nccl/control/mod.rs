@@ -3,7 +3,7 @@
 //! | module | part |
 //! |---|---|
 //! | `ranks` | this process's place, from the launcher's variables |
-//! | `handshake`, `message`, `wire` | the protocol: proof of the token, messages, frames |
+//! | `handshake`, `message`, `frames`, `wire` | the protocol: proof of the token, messages, their frames, connections |
 //! | `rendezvous` | connects each rank to the coordinator |
 //! | `server`, `coordinator` | in rank 0's process: the event loop, and its state machine without I/O or clock |
 //! | `calls` | a rank's calls and their hash |
@@ -15,6 +15,7 @@ mod calls;
 mod coordinator;
 mod descriptors;
 pub(crate) mod error;
+mod frames;
 mod handshake;
 pub(crate) mod message;
 mod ranks;
@@ -27,5 +28,4 @@ mod tests;
 mod wire;
 pub(crate) mod world;
 
-pub use error::RendezvousError;
-pub use ranks::{LaunchError, Launcher, Ranks, Token};
+pub use ranks::{Launcher, Ranks, Token};

@@ -14,10 +14,11 @@ use rustix::net::sockopt::ipv6_v6only;
 use zero_alloc::TimeLimit;
 
 use super::Ranks;
+use super::frames::frame;
 use super::handshake::{Hello, Key, MAX_HELLO_BYTES};
 use super::message::Message;
 use super::server;
-use super::wire::{Incoming, frame, prepare};
+use super::wire::{Incoming, prepare};
 use crate::{CommError, RendezvousError};
 
 #[cfg(all(test, not(miri)))] // Miri has no sockets.

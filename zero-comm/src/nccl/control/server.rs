@@ -25,9 +25,10 @@ use zero_alloc::TimeLimit;
 
 use super::coordinator::{Coordinator, KEEPALIVE_TICKS, Outgoing, report_every};
 use super::descriptors;
+use super::frames::{MAX_FRAME_BYTES, decode, encode, frame};
 use super::handshake::{Expected, Hello, Key, MAX_HELLO_BYTES, VERSION};
 use super::message::Message;
-use super::wire::{Input, MAX_FRAME_BYTES, Output, WRITE_LIMIT, decode, encode, frame};
+use super::wire::{Input, Output, WRITE_LIMIT};
 use crate::{CommError, RendezvousError};
 
 #[cfg(all(test, not(miri)))] // Miri has no sockets.

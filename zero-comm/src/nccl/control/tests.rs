@@ -12,10 +12,11 @@ use zero_alloc::device::DeviceError;
 
 use super::Ranks;
 use super::abort::AbortCompletion;
+use super::frames::{MAX_FRAME_BYTES, frame};
 use super::handshake::{Hello, Key, MAX_HELLO_BYTES};
 use super::message::{Message, Place};
 use super::testing::{Fake, LIBRARY, LONG, Rank, broadcast, free_port, join_as, ranks};
-use super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
+use super::wire::{Incoming, send};
 use super::world::{Connection, Operation, Transport};
 use crate::CommError;
 use crate::call::{Call, Segments};

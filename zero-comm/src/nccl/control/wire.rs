@@ -1,5 +1,4 @@
-//! Frames over a TCP connection: a little-endian `u32` length, then that many bytes: postcard, or a
-//! frame of the handshake. [`Input`] and [`Output`] are the buffers of a non-blocking connection,
+//! Frames over a TCP connection. [`Input`] and [`Output`] are the buffers of a non-blocking connection,
 //! [`Incoming`] and [`send`] block.
 
 use std::io::{self, ErrorKind, Read, Write};
@@ -7,12 +6,10 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use serde::Serialize;
-use serde::de::DeserializeOwned;
 
+use super::frames::{LENGTH_BYTES, MAX_FRAME_BYTES, decode, encode, frame_len};
 use super::message::Message;
 
-/// Maximum frame size. A larger length is a protocol error.
-pub(crate) const MAX_FRAME_BYTES: usize = 1 << 20;
 /// Maximum of bytes that wait to be sent over one non-blocking connection: a peer that leaves more
 /// unread is too slow.
 pub(crate) const MAX_OUTPUT_BYTES: usize = 2 * MAX_FRAME_BYTES;
@@ -20,71 +17,10 @@ pub(crate) const MAX_OUTPUT_BYTES: usize = 2 * MAX_FRAME_BYTES;
 pub(crate) const WRITE_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes per read.
 const CHUNK_BYTES: usize = 1 << 12;
-/// A length before each frame.
-const LENGTH_BYTES: usize = 4;
-
 /// Prepares a connection for small messages.
 pub(crate) fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_write_timeout(Some(WRITE_LIMIT))
-}
-
-fn protocol_error(message: String) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, message)
-}
-
-/// Encodes `message` as a frame, with its length.
-pub(crate) fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
-    let bytes = postcard::to_extend(message, vec![0; LENGTH_BYTES])
-        .map_err(|e| protocol_error(e.to_string()))?;
-    with_length(bytes)
-}
-
-/// A frame with these contents, with its length.
-pub(crate) fn frame(contents: &[u8]) -> io::Result<Vec<u8>> {
-    with_length([&[0; LENGTH_BYTES], contents].concat())
-}
-
-/// Writes the length of a frame into its first bytes.
-fn with_length(mut frame: Vec<u8>) -> io::Result<Vec<u8>> {
-    let len = frame.len() - LENGTH_BYTES;
-    if len > MAX_FRAME_BYTES {
-        return Err(protocol_error(format!(
-            "a frame of {len} bytes exceeds the maximum of {MAX_FRAME_BYTES}"
-        )));
-    }
-    frame[..LENGTH_BYTES].copy_from_slice(&(len as u32).to_le_bytes());
-    Ok(frame)
-}
-
-/// Decodes the message of a frame, which is passed without its length.
-pub(crate) fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
-    match postcard::take_from_bytes(frame) {
-        Ok((message, [])) => Ok(message),
-        Ok((_, rest)) => Err(protocol_error(format!(
-            "{} bytes follow the message in its frame",
-            rest.len()
-        ))),
-        Err(error) => Err(protocol_error(format!(
-            "a frame of {} bytes cannot be decoded: {error}",
-            frame.len()
-        ))),
-    }
-}
-
-/// The number of bytes of the first frame of `bytes`, with its length; `None` while it is
-/// incomplete.
-fn frame_len(bytes: &[u8], max_bytes: usize) -> io::Result<Option<usize>> {
-    let Some(len) = bytes.first_chunk() else {
-        return Ok(None);
-    };
-    let len = u32::from_le_bytes(*len) as usize;
-    if len > max_bytes {
-        return Err(protocol_error(format!(
-            "a frame of {len} bytes exceeds the maximum of {max_bytes}"
-        )));
-    }
-    Ok(Some(LENGTH_BYTES + len).filter(|&end| end <= bytes.len()))
 }
 
 /// Received bytes, cut into frames.
@@ -279,6 +215,7 @@ impl Incoming {
 
 #[cfg(test)]
 mod tests {
+    use super::super::frames::frame;
     use super::*;
 
     #[test]

@@ -28,13 +28,13 @@ use zero_alloc::device::DeviceError;
 
 use super::abort::AbortCompletion;
 use super::calls::Log;
-use super::error::back_end;
 use super::message::{Context, Message, Place, bounded};
 use super::rendezvous::Joined;
 use super::server::{KEEPALIVE, silence_limit};
 use super::wire::{Incoming, send};
 use crate::CommError;
 use crate::call::Call;
+use crate::error::nccl_failure;
 use crate::split_request::SplitRequest;
 
 /// The watcher's period.
@@ -149,8 +149,8 @@ impl Connection {
         let spawned = std::thread::Builder::new()
             .name(format!("rank {rank} watcher"))
             .spawn(move || watcher.run());
-        let watcher =
-            spawned.map_err(|e| back_end(format!("failed to start the watcher thread: {e}")))?;
+        let watcher = spawned
+            .map_err(|e| nccl_failure(format!("failed to start the watcher thread: {e}")))?;
         Ok(Self {
             world: shared,
             watcher: Some(watcher),

@@ -14,8 +14,8 @@ use zero_alloc::device::{
 };
 
 use crate::cuda::embedding::{TokenLists, sort_tokens};
-use crate::decoder::check_batch;
-use crate::decoder::sequence::SequencePart;
+use crate::decoder::passes::check_batch;
+use crate::decoder::sequence_part::SequencePart;
 use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
 use crate::tensor::TensorRank;

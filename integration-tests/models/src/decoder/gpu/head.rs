@@ -6,9 +6,10 @@
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
-use super::buffers::{HeadSlices, ScratchSlices};
-use super::tensor::TensorGroup;
-use super::{Flat, GpuArch, Ops, PassContext};
+use super::arch::GpuArch;
+use super::groups::TensorGroup;
+use super::pass_context::{Flat, Ops, PassContext};
+use super::slices::{HeadSlices, ScratchSlices};
 use crate::cuda::OpError;
 use crate::cuda::cross_entropy::{self, Scale};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};

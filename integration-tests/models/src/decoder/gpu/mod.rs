@@ -20,235 +20,45 @@
 //! A pass enqueues kernels and products without allocating. The host waits only for a batch's
 //! pinned memory, if the device is several micro-batches behind.
 
+pub(crate) mod arch;
 mod batch;
-pub(crate) mod buffers;
+mod buffers;
 mod checkpoints;
 pub(crate) use checkpoints::RING;
+mod groups;
 mod head;
+pub(crate) mod pass_context;
 pub(crate) mod sequence;
+pub(crate) mod sizes;
+pub(crate) mod slices;
 mod tensor;
 
-use std::ops::Range;
 use std::time::Duration;
 
 use zero_alloc::Pool;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Stream};
 use zero_kernels::cuda::Loader;
-use zero_shard::UnitSpec;
 use zero_trainer::{Batch, Grad, Model, ModelError, ModelRanks, Pass};
 
-use super::buffers::Activations;
 use super::params::UnitParams;
-use super::passes;
-use super::sequence::{Exchanges, SequencePart};
-use crate::cuda::attention::Masks;
-use crate::cuda::cross_entropy::{self, Scale, stride_elems};
-use crate::cuda::dropout::Dropout;
-use crate::cuda::embedding::TokenLists;
+use super::passes::passes;
+use super::sequence_part::{Exchanges, SequencePart};
+use super::slices::Activations;
+use crate::cuda::cross_entropy::{self, Scale};
 use crate::cuda::matmul::{Matmul, Timing};
-use crate::cuda::rope::Angles;
-use crate::cuda::{OpError, OpKernels, SumOut};
-use crate::ops::Span;
-use crate::ops::sequence::Exchange;
+use crate::cuda::{OpError, OpKernels};
 use crate::options::ModelOptions;
 use crate::tensor::TensorRank;
+use arch::{GpuArch, GpuModel};
 use batch::{Batches, Layout};
-use buffers::{BlockParts, Buffers, Extent, HeadSlices, ScratchSlices, logits_rows};
-use sequence::SequenceGroup;
-use tensor::TensorGroup;
+use buffers::Buffers;
+use groups::{SequenceGroup, TensorGroup};
+use pass_context::{Flat, Ops, PassContext};
+use sizes::logits_rows;
 
 /// The limit of the upload of the constants.
 const LIMIT: Duration = Duration::from_secs(300);
-
-/// An architecture on CUDA: what a decoder enqueues between two points of the residual stream.
-/// Shapes: `x`, `out` and gradients `[M, C]`.
-pub(crate) trait GpuArch: Send + 'static {
-    /// The activations of a block.
-    type Block: Copy + Send;
-
-    /// Its name in messages.
-    const NAME: &'static str;
-
-    /// The part of the embedding's name that no other parameter of its unit has.
-    const EMBEDDING: &'static str;
-
-    /// The units: the embedding, each block, the head.
-    fn units(&self) -> Vec<UnitSpec>;
-
-    /// Whether the head's matrix is the embedding's.
-    fn tied(&self) -> bool;
-
-    /// Tokens of the vocabulary.
-    fn vocab(&self) -> usize;
-
-    /// Sizes of the buffers.
-    fn extent(&self) -> Extent;
-
-    /// The activations of a block, in the order of [`Extent::block`].
-    fn block(&self, parts: BlockParts, s: &ScratchSlices) -> Result<Self::Block, ModelError>;
-
-    /// Writes the constants.
-    fn fill_table(&self, table: &mut [f32]);
-
-    /// Computes `out` of the batch's tokens.
-    fn embed(&self, cx: &PassContext<'_>, out: AnySlice) -> Result<(), OpError>;
-
-    /// Adds to the gradient of the embedding's unit; `dx` is that of its output.
-    fn embed_backward(&self, cx: &PassContext<'_>, dx: AnySlice) -> Result<(), ModelError>;
-
-    /// Computes a block's output, and the activations that its backward reads.
-    fn forward(
-        &self,
-        cx: &PassContext<'_>,
-        a: &Self::Block,
-        x: AnySlice,
-        out: AnySlice,
-    ) -> Result<(), ModelError>;
-
-    /// Computes again what forward did not keep.
-    fn recompute(
-        &self,
-        cx: &PassContext<'_>,
-        a: &Self::Block,
-        x: AnySlice,
-    ) -> Result<(), ModelError>;
-
-    /// Computes the backward of a block, which adds to or writes the unit's gradient. `cx.s.dres` is
-    /// the gradient of the output on entry and of the input on return.
-    fn backward(
-        &self,
-        cx: &PassContext<'_>,
-        a: &Self::Block,
-        x: AnySlice,
-    ) -> Result<(), ModelError>;
-
-    /// Computes `h.out`, the head's norm of `x`.
-    fn final_norm(&self, cx: &PassContext<'_>, h: &HeadSlices, x: AnySlice) -> Result<(), OpError>;
-
-    /// The gradients of the head's norm, of C elements each.
-    fn final_norm_sums(&self, cx: &PassContext<'_>) -> Vec<SumOut>;
-
-    /// Adds the gradient of `x` to `dx`, and those of the norm to `sums`, as in
-    /// [`Self::final_norm_sums`].
-    fn final_norm_backward(
-        &self,
-        cx: &PassContext<'_>,
-        h: &HeadSlices,
-        x: AnySlice,
-        dx_and_dout: [AnySlice; 2],
-        sums: &[SumOut],
-    ) -> Result<(), OpError>;
-}
-
-/// What the operations of a pass depend on.
-#[derive(Clone, Copy)]
-pub(crate) struct PassContext<'a> {
-    pub(crate) ops: &'a Ops,
-    pub(crate) stream: &'a CudaStream,
-    pub(crate) s: &'a ScratchSlices,
-    pub(crate) p: Flat<'a>,
-    /// The block of the pass, from 0.
-    pub(crate) layer: usize,
-    pub(crate) lists: TokenLists,
-    /// The starts of documents of this rank's tokens.
-    pub(crate) documents: Option<DeviceSlice<u32>>,
-    /// Those of all tokens of the sequences.
-    whole_documents: Option<DeviceSlice<u32>>,
-    /// The keys of dropout, unless the batch drops nothing.
-    pub(crate) keys: Option<DeviceSlice<u32>>,
-    pub(crate) table: DeviceSlice<f32>,
-    /// The ranks that have the other parts of the parameters.
-    pub(crate) tensor: Option<&'a TensorGroup>,
-    part: SequencePart,
-    exchanges: &'a Exchanges,
-    /// `None` if the rank has all tokens of its sequences.
-    group: Option<&'a SequenceGroup>,
-}
-
-impl PassContext<'_> {
-    /// Whether this rank adds what is the same on all ranks to sums over them.
-    pub(crate) fn is_first(&self) -> bool {
-        self.tensor.is_none_or(|tensor| tensor.rank.is_first())
-    }
-
-    /// Sums `values` over the ranks of tensor parallelism, in place.
-    pub(crate) fn sum(&self, values: AnySlice) -> Result<(), OpError> {
-        match self.tensor {
-            Some(tensor) => tensor.sum(self.stream, values),
-            None => Ok(()),
-        }
-    }
-
-    /// The head's norm of the own rows.
-    fn own_head(&self, head: &HeadSlices) -> HeadSlices {
-        HeadSlices {
-            out: self.own(head.out),
-            stats: head.stats,
-        }
-    }
-
-    /// This rank's tokens of each sequence.
-    pub(crate) fn span(&self) -> Span {
-        self.part.span(self.exchanges.qkv.seq)
-    }
-
-    /// The dropout of the operation `site` with this probability, over this rank's tokens.
-    pub(crate) fn dropout(&self, probability: f32, site: u32) -> Option<Dropout> {
-        let dropout = Dropout::new(self.keys?, probability, site)?;
-        Some(dropout.from_line(self.span().first))
-    }
-
-    /// The masks of attention.
-    pub(crate) fn masks(&self, probability: f32, site: u32) -> Masks {
-        let Exchange { heads, seq, .. } = self.exchanges.qkv;
-        let before = self.tensor.map_or(0, |tensor| tensor.rank.rank) * heads * seq;
-        let first = before + self.part.first_line(heads, seq);
-        let dropout = self
-            .keys
-            .and_then(|keys| Dropout::new(keys, probability, site));
-        Masks {
-            starts: self.whole_documents,
-            dropout: dropout.map(|dropout| dropout.from_line(first)),
-        }
-    }
-
-    /// The angles of the positions of this rank's tokens.
-    pub(crate) fn angles(&self) -> Angles {
-        Angles {
-            table: self.table,
-            starts: self.documents,
-            span: self.span(),
-        }
-    }
-
-    /// The angles of the positions of all tokens.
-    fn angles_of_sequences(&self) -> Angles {
-        Angles {
-            table: self.table,
-            starts: self.whole_documents,
-            span: Span::whole(self.exchanges.qkv.seq),
-        }
-    }
-}
-
-/// A model on a GPU, whose logits can be read.
-///
-/// # Safety
-/// As for [`Model`]; it also writes to `out`.
-pub unsafe trait GpuModel: Model<CudaDevice> {
-    /// Enqueues the logits of this rank's tokens, `[tokens, stride_elems(vocab)]`, after a forward of
-    /// every pass. See [`stride_elems`](crate::cuda::cross_entropy::stride_elems).
-    ///
-    /// # Errors
-    /// The stream failed.
-    fn logits(
-        &self,
-        stream: &CudaStream,
-        params: &[AnySlice],
-        out: AnySlice,
-    ) -> Result<(), ModelError>;
-}
 
 /// A decoder on a GPU.
 pub(crate) struct GpuDecoder<A: GpuArch> {
@@ -266,13 +76,6 @@ pub(crate) struct GpuDecoder<A: GpuArch> {
     exchanges: Exchanges,
     /// `None` if the rank has all tokens of its sequences.
     group: Option<SequenceGroup>,
-}
-
-/// Kernels and libraries of the passes.
-pub(crate) struct Ops {
-    pub(crate) kernels: OpKernels,
-    pub(crate) matmul: Matmul,
-    device: CudaDevice,
 }
 
 impl<A: GpuArch> GpuDecoder<A> {
@@ -509,67 +312,6 @@ unsafe impl<A: GpuArch> GpuModel for GpuDecoder<A> {
             &flat,
             self.arch.vocab(),
         )?)
-    }
-}
-
-impl From<Grad> for SumOut {
-    fn from(grad: Grad) -> Self {
-        match grad {
-            Grad::Add(sums) => Self::Add(sums),
-            Grad::Write(grad) => Self::Write(grad),
-        }
-    }
-}
-
-/// The flat parameters of a pass, and its flat gradients, by the units that it reads.
-#[derive(Clone, Copy)]
-pub(crate) struct Flat<'a> {
-    units: &'a [UnitParams],
-    reads: &'a [usize],
-    embedding: &'static str,
-    pub(crate) params: &'a [AnySlice],
-    pub(crate) grads: &'a [Grad],
-}
-
-impl Flat<'_> {
-    /// The parameter of the `read`-th unit whose name contains `part`.
-    pub(crate) fn get(&self, read: usize, part: &str) -> AnySlice {
-        self.params[read].slice(self.units[self.reads[read]].range(part))
-    }
-
-    /// The gradient of the parameter of the `read`-th unit whose name contains `part`.
-    pub(crate) fn grad(&self, read: usize, part: &str) -> Grad {
-        self.grads[read].slice(self.units[self.reads[read]].range(part))
-    }
-
-    /// The same, for the units of several passes.
-    pub(crate) fn sums(&self, read: usize, part: &str) -> Result<DeviceSlice<f32>, ModelError> {
-        self.grad(read, part)
-            .sums("the embedding of a model on a GPU")
-    }
-
-    /// The unit and range of the head's matrix `[vocab, c]`; if tied, the embedding's. If the flat
-    /// parameter is long enough, the range is extended to `stride_elems(vocab)` rows, because
-    /// products of round sizes are faster. The logits of the added rows are ignored and their
-    /// gradient is 0. For GPT-2's 50257 tokens these are 47 rows of the position embedding.
-    fn head_matrix(&self, vocab: usize, c: usize) -> (usize, Range<usize>) {
-        let (read, part) = if self.reads.len() > 1 {
-            (1, self.embedding)
-        } else {
-            (0, "lm_head")
-        };
-        let all = self.units[self.reads[read]].range(part);
-        // Behind the rows of the vocabulary may be padding of tensor parallelism.
-        let own = all.start..all.start + vocab * c;
-        let round = own.start..own.start + stride_elems(vocab) * c;
-        (
-            read,
-            if round.end <= self.params[read].len() {
-                round
-            } else {
-                own
-            },
-        )
     }
 }
 

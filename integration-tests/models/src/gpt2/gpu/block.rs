@@ -10,9 +10,9 @@ use crate::cuda::dropout::{self, Dropout};
 use crate::cuda::layer_norm::{self, Output, Sums};
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use crate::cuda::{OpError, SumOut, column_sums, gelu};
-use crate::decoder::gpu::buffers::ScratchSlices;
-use crate::decoder::gpu::sequence::{AttentionGrads, AttentionSlices};
-use crate::decoder::gpu::{Ops, PassContext};
+use crate::decoder::gpu::pass_context::{Ops, PassContext};
+use crate::decoder::gpu::sequence::AttentionGrads;
+use crate::decoder::gpu::slices::{AttentionSlices, ScratchSlices};
 use zero_trainer::{Grad, ModelError};
 
 /// The activations of a block: `[M, C]` except for `qkv` `[M, 3 C]`, `fc` and `act` `[M, F]`, the

@@ -17,10 +17,12 @@ use zero_trainer::{ModelError, ModelRanks};
 use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::layer_norm::Sums;
 use crate::cuda::{OpError, OpKernels, SumOut, column_sums, embedding, gelu, layer_norm};
-use crate::decoder::gpu::buffers::{self, BlockParts, Extent, HeadSlices, ScratchSlices};
-use crate::decoder::gpu::sequence::workspace_elems;
-use crate::decoder::gpu::{GpuArch, GpuDecoder, GpuModel, PassContext};
-use crate::decoder::sequence::Exchanges;
+use crate::decoder::gpu::GpuDecoder;
+use crate::decoder::gpu::arch::{GpuArch, GpuModel};
+use crate::decoder::gpu::pass_context::PassContext;
+use crate::decoder::gpu::sizes::{self, Extent, workspace_elems};
+use crate::decoder::gpu::slices::{BlockParts, HeadSlices, ScratchSlices};
+use crate::decoder::sequence_part::Exchanges;
 use crate::gpt2::config::GptConfig;
 use crate::options::{GpuBytes, ModelOptions};
 use crate::tensor::TensorRank;
@@ -75,7 +77,7 @@ pub(crate) fn on_cuda(
 
 /// The bytes that a model requests. The options must be valid for the configuration.
 pub(crate) fn gpu_bytes(config: &GptConfig, options: &ModelOptions) -> GpuBytes {
-    buffers::gpu_bytes(extent(config, options), options)
+    sizes::gpu_bytes(extent(config, options), options)
 }
 
 /// Whether GELU's output is kept from forward to backward.

@@ -9,8 +9,9 @@ use crate::cuda::attention::Masks;
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use crate::cuda::rope;
 use crate::cuda::{OpError, SumOut, column_sums, dropout, rms_norm, swiglu};
-use crate::decoder::gpu::PassContext;
-use crate::decoder::gpu::sequence::{AttentionGrads, AttentionSlices};
+use crate::decoder::gpu::pass_context::PassContext;
+use crate::decoder::gpu::sequence::AttentionGrads;
+use crate::decoder::gpu::slices::AttentionSlices;
 use crate::llama::block::Params;
 
 /// The activations of a block: `qkv` `[M, (heads + 2 kv_heads) d]`, after the rotation; `raw`

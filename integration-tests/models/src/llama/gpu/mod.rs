@@ -17,9 +17,11 @@ use super::config::LlamaConfig;
 use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::rope::{self, Heads};
 use crate::cuda::{OpError, OpKernels, SumOut, column_sums, embedding, rms_norm};
-use crate::decoder::gpu::buffers::{self, BlockParts, Extent, HeadSlices, ScratchSlices};
-use crate::decoder::gpu::sequence::workspace_elems;
-use crate::decoder::gpu::{GpuArch, GpuDecoder, GpuModel, PassContext};
+use crate::decoder::gpu::GpuDecoder;
+use crate::decoder::gpu::arch::{GpuArch, GpuModel};
+use crate::decoder::gpu::pass_context::PassContext;
+use crate::decoder::gpu::sizes::{self, Extent, workspace_elems};
+use crate::decoder::gpu::slices::{BlockParts, HeadSlices, ScratchSlices};
 use crate::llama::{exchanges, partial_elems};
 use crate::options::{GpuBytes, ModelOptions};
 use crate::tensor::TensorRank;
@@ -79,7 +81,7 @@ pub(crate) fn on_cuda(
 
 /// The bytes that a model requests. The options must be valid for the configuration.
 pub(crate) fn gpu_bytes(config: &LlamaConfig, options: &ModelOptions) -> GpuBytes {
-    buffers::gpu_bytes(extent(&config.cut(options.tensor_ranks), options), options)
+    sizes::gpu_bytes(extent(&config.cut(options.tensor_ranks), options), options)
 }
 
 /// The heads of a row of qkv.

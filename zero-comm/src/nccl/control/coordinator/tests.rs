@@ -765,7 +765,7 @@ fn traffic_of_a_step_is_small() {
     let bytes = |messages: &[Message]| {
         messages
             .iter()
-            .map(|message| super::super::wire::encode(message).unwrap().len())
+            .map(|message| super::super::frames::encode(message).unwrap().len())
             .sum::<usize>()
     };
 
@@ -822,7 +822,7 @@ fn frames_of_calls_are_small() {
     let messages = calls.messages(0, 10..200);
     let mut next = 10;
     for message in &messages {
-        assert!(super::super::wire::encode(message).unwrap().len() < 1 << 20);
+        assert!(super::super::frames::encode(message).unwrap().len() < 1 << 20);
         let Message::Calls {
             from, calls: sent, ..
         } = message

@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use super::super::frames::{MAX_FRAME_BYTES, frame};
 use super::super::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
 use super::super::message::Message;
 use super::super::server::{self, Options};
 use super::super::testing::{LIBRARY, LONG, Rank, free_port, join_as, ranks};
 use super::super::tests::{connect, greet, on_ranks, send_hello};
-use super::super::wire::{Incoming, MAX_FRAME_BYTES, frame, send};
+use super::super::wire::{Incoming, send};
 use super::super::{Ranks, Token};
 use super::{Joined, REJECTIONS, join};
 use crate::{CommError, RendezvousError};

@@ -10,13 +10,14 @@ use mio::{Events, Interest, Poll, Token};
 
 use super::{ID, LIBRARY, LONG, broadcast, ranks};
 use crate::CommError;
+use crate::error::nccl_failure;
 use crate::nccl::control::calls::Calls;
-use crate::nccl::control::error::back_end;
+use crate::nccl::control::frames::{MAX_FRAME_BYTES, decode, encode, frame};
 use crate::nccl::control::handshake::{Hello, Key};
 use crate::nccl::control::message::{Context, Message};
 use crate::nccl::control::rendezvous::BACKLOG;
 use crate::nccl::control::server::{self, Options};
-use crate::nccl::control::wire::{Input, MAX_FRAME_BYTES, Output, decode, encode, frame};
+use crate::nccl::control::wire::{Input, Output};
 use crate::split_request::SplitRequest;
 
 /// The communicator of all ranks.
@@ -29,7 +30,7 @@ const WORLD: Context = 0;
 /// The coordinator cannot start.
 pub fn start_coordinator(world_size: usize, port: u16) -> Result<(), CommError> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port));
-    let listener = listener.map_err(|e| back_end(format!("port {port}: {e}")))?;
+    let listener = listener.map_err(|e| nccl_failure(format!("port {port}: {e}")))?;
     // As in a rendezvous.
     let _ = rustix::net::listen(&listener, BACKLOG);
     let id = ID.to_vec();

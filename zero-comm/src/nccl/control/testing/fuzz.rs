@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use super::{ID, LIBRARY, broadcast};
 use crate::nccl::control::coordinator::{Coordinator, Outgoing};
+use crate::nccl::control::frames::{MAX_FRAME_BYTES, decode, encode, frame};
 use crate::nccl::control::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
 use crate::nccl::control::message::Message;
 use crate::nccl::control::ranks::Token;
-use crate::nccl::control::wire::{Input, MAX_FRAME_BYTES, decode, encode, frame};
+use crate::nccl::control::wire::Input;
 use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
 

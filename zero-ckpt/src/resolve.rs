@@ -1,12 +1,12 @@
 //! The checkpoint to resume from: the newest whole one of a directory, or a named one.
 
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
-use crate::format::catalog::{self, STAGING, backup_of, step_of};
 use crate::format::manifest::MANIFEST_NAME;
+use crate::format::names::{backup_of, step_of};
 use crate::io::dir::Dir;
-use crate::io::lock::Lock;
-use crate::save::staged_name::StagedName;
+use crate::load::catalog;
+use crate::load::staged_hint::staged_hint;
 use crate::save::staged_search::newer_staged;
 use crate::{CkptError, Reader};
 
@@ -95,20 +95,6 @@ fn newest_whole(root: &Dir) -> Result<Resolved, CkptError> {
     })
 }
 
-/// The remedy for the staged files of a failed save, if there are any and no run saves there now.
-pub(crate) fn staged_hint(root: &Dir) -> Option<String> {
-    if Lock::is_taken(root) {
-        return None;
-    }
-    let names = root
-        .open_dir(STAGING)
-        .and_then(|staging| staging.names())
-        .unwrap_or_default();
-    let is_staged = names.iter().any(|name| StagedName::parse(name).is_some());
-    let hint = "a failed save has left files in its .staging: `zero ckpt assemble` makes a checkpoint of those of all ranks";
-    is_staged.then(|| hint.to_owned())
-}
-
 /// Whether the directory `path` holds checkpoints, complete or not. False if it does not exist.
 ///
 /// # Errors
@@ -139,24 +125,4 @@ fn verified(reader: Reader) -> Result<Reader, CkptError> {
 /// The step in the name of a checkpoint or backup.
 fn step(name: &str) -> Option<u64> {
     step_of(backup_of(name).unwrap_or(name))
-}
-
-impl Reader {
-    /// The directory of checkpoints that holds this one.
-    ///
-    /// # Errors
-    /// The path ends in `.` or `..` and cannot be resolved.
-    pub fn store_dir(&self) -> Result<PathBuf, CkptError> {
-        let path = match self.path().components().next_back() {
-            Some(Component::Normal(_)) => self.path().to_owned(),
-            _ => self
-                .path()
-                .canonicalize()
-                .map_err(CkptError::io("open", self.path()))?,
-        };
-        let parent = path
-            .parent()
-            .filter(|parent| !parent.as_os_str().is_empty());
-        Ok(parent.unwrap_or(Path::new(".")).to_owned())
-    }
 }

@@ -1,11 +1,10 @@
 //! Stitching: a large block made of whole free pages from several places, mapped at contiguous
 //! addresses.
 //!
-//! Live bytes do not move. The pieces are allocated from the space like any other range and stay
+//! No byte moves. The pieces are allocated from the space like any other range and stay
 //! where they are; only their addresses are new. So this plan is arithmetic, too: a list of pages.
 
-use super::super::ranges::{NONE, State};
-use super::{CostModel, Offsets};
+use super::ranges::{NONE, Offsets, State};
 
 /// Whole free pages that together hold a request.
 #[derive(Clone, Debug, PartialEq)]
@@ -13,8 +12,6 @@ use super::{CostModel, Offsets};
 pub struct Stitch {
     /// First offset and size of each run of pages, in the order in which they are mapped.
     pub pieces: Vec<(u64, u64)>,
-    /// Modelled time to map them.
-    pub cost_ns: f64,
 }
 
 impl Stitch {
@@ -26,12 +23,7 @@ impl Stitch {
 
 /// Chooses pages for `bytes`, the longest runs first; `None` if there are not enough whole free
 /// pages.
-pub(in super::super) fn plan(
-    space: &Offsets,
-    bytes: u64,
-    page: u64,
-    cost: &CostModel,
-) -> Option<Stitch> {
+pub(super) fn plan(space: &Offsets, bytes: u64, page: u64) -> Option<Stitch> {
     let wanted = bytes.checked_next_multiple_of(page)?;
     if wanted > space.free_bytes() {
         return None;
@@ -59,10 +51,7 @@ pub(in super::super) fn plan(
         pieces.push((start, used));
         missing -= used;
         if missing == 0 {
-            return Some(Stitch {
-                pieces,
-                cost_ns: (wanted / page) as f64 * cost.map_page_ns,
-            });
+            return Some(Stitch { pieces });
         }
     }
 

@@ -13,7 +13,7 @@
 //! nothing is opened for it.
 
 use crate::format::blocks::checksum;
-use crate::format::catalog::{step_name, step_of};
+use crate::format::names::{step_name, step_of};
 
 /// One save of one run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -1,0 +1,159 @@
+//! The parameters, buffers, threads and batch of a model on the host, and the operations over them.
+
+use std::sync::Arc;
+
+use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice, Stream};
+use zero_alloc::host::HostStream;
+use zero_trainer::{Batch, ModelError, Pass};
+
+use super::arch::HostArch;
+use super::buffers::Buffers;
+use super::params::{self, Flat, UnitParams};
+use crate::ops::Threads;
+use crate::ops::dropout::Draws;
+use crate::options::ModelOptions;
+
+/// The engine of a model.
+pub(super) struct Engine<A: HostArch> {
+    pub(super) arch: Arc<A>,
+    pub(super) options: ModelOptions,
+    pub(super) passes: Vec<Pass>,
+    pub(super) params: Arc<Vec<UnitParams>>,
+    pub(super) buffers: Buffers<A::Block>,
+    /// The stream that orders the passes.
+    pub(super) stream_id: u64,
+    pub(super) threads: Threads,
+    /// This rank's tokens.
+    pub(super) batch: Arc<Batch>,
+    /// Those of all ranks that share its sequences.
+    pub(super) whole: Arc<Batch>,
+    pub(super) draws: Arc<Draws>,
+}
+
+impl<A: HostArch> Engine<A> {
+    /// Enqueues writing the constants of the architecture.
+    pub(super) fn fill_table(&self, stream: &HostStream) -> Result<(), ModelError> {
+        let table = self.buffers.table;
+        let arch = Arc::clone(&self.arch);
+        stream.enqueue("constants", move || {
+            // SAFETY: the buffer is this model's, and the stream orders its passes.
+            arch.fill_table(unsafe { table.as_host_mut() });
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    /// Enqueues `work` on the threads of this rank. It receives the flat parameters of the pass in
+    /// fp32 and the gradients, both as host slices.
+    pub(super) fn enqueue(
+        &self,
+        stream: &HostStream,
+        label: &'static str,
+        pass: usize,
+        params: &[AnySlice],
+        grads: &[DeviceSlice<f32>],
+        work: impl FnOnce(Flat<'_>, Vec<&mut [f32]>) + Send + 'static,
+    ) -> Result<(), ModelError> {
+        self.check(stream, label, params, grads)?;
+        let reads = self.passes[pass].forward_reads.clone();
+        let all = Arc::clone(&self.params);
+        let threads = self.threads.clone();
+        let upcast = self.buffers.upcast;
+        let table = self.buffers.table;
+        let params = params.to_vec();
+        let grads = grads.to_vec();
+        let batch = Arc::clone(&self.batch);
+        let whole = Arc::clone(&self.whole);
+        let draws = Arc::clone(&self.draws);
+
+        stream.enqueue(label, move || {
+            threads.run(|| {
+                let mut flats = Vec::with_capacity(params.len());
+                let mut used = 0;
+                for slice in params {
+                    flats.push(in_fp32(slice, upcast, &mut used)?);
+                }
+                let on_host = |grad: DeviceSlice<f32>| {
+                    // SAFETY: `check` found host memory, and that the gradients overlap neither one
+                    // another nor a parameter; their makers promised accesses ordered by the
+                    // stream.
+                    unsafe { grad.as_host_mut() }
+                };
+                let grads = grads.into_iter().map(on_host).collect();
+                work(
+                    Flat {
+                        units: &all,
+                        reads: &reads,
+                        flats,
+                        layer: pass.saturating_sub(1),
+                        // SAFETY: the buffer is this model's, and nothing writes it after `new`.
+                        table: unsafe { table.as_host() },
+                        batch: &batch,
+                        whole: &whole,
+                        draws: &draws,
+                    },
+                    grads,
+                );
+                Ok(())
+            })
+        })?;
+
+        Ok(())
+    }
+
+    /// Checks the slices of a pass, of which it makes Rust slices: host memory, and what is written
+    /// overlaps nothing. The model's own buffers are ordered by one stream.
+    pub(super) fn check(
+        &self,
+        stream: &HostStream,
+        label: &'static str,
+        read: &[AnySlice],
+        written: &[DeviceSlice<f32>],
+    ) -> Result<(), ModelError> {
+        if stream.id() != self.stream_id {
+            let name = stream.name();
+            return Err(ModelError::from(format!(
+                "{label}: stream {name} is not the one that the model was made for"
+            )));
+        }
+
+        let extent =
+            |slice: AnySlice| slice.as_ptr().addr()..slice.as_ptr().addr() + slice.len_bytes();
+        let written: Vec<AnySlice> = written.iter().map(|slice| slice.erase()).collect();
+        for (i, &slice) in written.iter().chain(read).enumerate() {
+            slice.check_device(label, DeviceId::HOST)?;
+            let a = extent(slice);
+            for b in written.iter().take(i).map(|&slice| extent(slice)) {
+                if a.start < b.end && b.start < a.end {
+                    return Err(ModelError::from(format!(
+                        "{label}: a gradient overlaps another argument"
+                    )));
+                }
+            }
+        }
+
+        Ok(())
+    }
+}
+
+/// Returns the flat parameter in fp32: the slice itself, or a copy in `upcast` behind its first
+/// `used` elements.
+fn in_fp32<'a>(
+    slice: AnySlice,
+    upcast: DeviceSlice<f32>,
+    used: &mut usize,
+) -> Result<&'a [f32], DeviceError> {
+    if slice.dtype() == DType::F32 {
+        // SAFETY: `check` found host memory, apart from what the pass writes; its maker promised
+        // ordered accesses.
+        return Ok(unsafe { slice.typed::<f32>()?.as_host() });
+    }
+    let copy = upcast.slice(*used..*used + slice.len());
+    *used += slice.len();
+    // SAFETY: the workspace is this model's, one part a parameter, and its one stream orders the
+    // passes.
+    let out = unsafe { copy.as_host_mut() };
+    params::upcast(slice, out)?;
+    // SAFETY: as above; the writable view has ended.
+    Ok(unsafe { copy.as_host() })
+}

@@ -1,0 +1,306 @@
+//! Elements and bytes of the buffers of a model on CUDA.
+
+use zero_alloc::device::DType;
+
+use super::batch::Layout;
+use super::checkpoints::RING;
+use crate::cuda::{attention, column_sums, cross_entropy, matmul};
+use crate::decoder::part_rows;
+use crate::decoder::sequence_part::Exchanges;
+use crate::ops::cross_entropy::STATISTICS;
+use crate::options::{GpuBytes, ModelOptions};
+
+/// Buffers that share a block start at multiples of this many bytes.
+pub(super) const ALIGN_BYTES: usize = 256;
+/// Maximum bytes of logits in memory at once. The number of parts depends on the model and the
+/// batch alone: the gradient of the head's matrix is a sum over parts, so with the memory of the
+/// device its bits would depend on the card.
+const LOGITS_BYTES: usize = 256 << 20;
+/// Minimum elements of the gradient of the head's input that are computed at once: a tile of 128 x
+/// 256 for each of the 132 multiprocessors of an H100 or H200. Fewer would leave some idle.
+const FILLING_ELEMS: usize = 132 * TILE_ROWS * 256;
+/// Rows of a tile.
+const TILE_ROWS: usize = 128;
+
+/// The inputs of the sizes of a decoder's buffers. M is the number of tokens.
+pub(crate) struct Extent {
+    /// Blocks.
+    pub(crate) layers: usize,
+    /// The width C of the residual stream.
+    pub(crate) width: usize,
+    pub(crate) vocab: usize,
+    /// Heads of queries.
+    pub(crate) heads: usize,
+    /// Statistics of a row of the head's norm.
+    pub(crate) head_stats: usize,
+    /// Elements of a row of [`ScratchSlices::narrow`](super::slices::ScratchSlices::narrow), at
+    /// least C.
+    pub(crate) narrow: usize,
+    /// Elements of a row of [`ScratchSlices::wide`](super::slices::ScratchSlices::wide).
+    pub(crate) wide: usize,
+    /// The sums of a block's backward.
+    pub(crate) partials: usize,
+    /// Elements of [`ScratchSlices::sums`](super::slices::ScratchSlices::sums).
+    pub(crate) sums: usize,
+    /// Elements of the largest matrix of a block.
+    pub(crate) matrix: usize,
+    /// The architecture's constants.
+    pub(crate) table: usize,
+    /// Whether training drops elements.
+    pub(crate) dropout: bool,
+    pub(crate) exchanges: Exchanges,
+    /// The activations of a block, in the order of [`GpuArch::block`](super::arch::GpuArch::block).
+    pub(crate) block: Vec<(usize, DType)>,
+}
+
+/// Elements and bytes of the allocations. M is the number of tokens.
+pub(super) struct Sizes {
+    /// Of the rank's rows of the residual stream.
+    pub(super) row: usize,
+    /// `[M, C]`.
+    pub(super) whole: usize,
+    pub(super) narrow: usize,
+    pub(super) wide: usize,
+    /// `[batch, heads, seq]`.
+    pub(super) heads: usize,
+    pub(super) head_stats: usize,
+    pub(super) logits: usize,
+    pub(super) partials: usize,
+    pub(super) sums: usize,
+    pub(super) table: usize,
+    /// Inputs of blocks and of the head, and those of them on the device.
+    pub(super) rows: usize,
+    pub(super) ring: usize,
+    /// Elements of a row that a rank keeps.
+    pub(super) part: usize,
+    pub(super) stats: usize,
+    pub(super) part_bytes: usize,
+    /// Blocks with separate activations.
+    pub(super) blocks: usize,
+    pub(super) block: Vec<(usize, DType)>,
+    pub(super) exchanges: Exchanges,
+    /// Of `send`, `recv` and `attended`; 0 without other ranks.
+    pub(super) exchange_bytes: usize,
+    pub(super) row_bytes: usize,
+    pub(super) block_bytes: usize,
+    pub(super) head_bytes: usize,
+    pub(super) scratch_bytes: usize,
+    pub(super) batch_bytes: usize,
+    pub(super) matmul_bytes: usize,
+}
+
+impl Sizes {
+    /// With the logits of `logits_rows` tokens. The options must pass [`ModelOptions::validate`], so
+    /// that no size overflows.
+    pub(super) fn new(extent: Extent, options: &ModelOptions, logits_rows: usize) -> Self {
+        let act = options.dtype;
+        let tokens = options.tokens();
+        let whole = tokens * extent.width;
+        let row = options.rows() * extent.width;
+        let narrow = tokens * extent.narrow;
+        let wide = tokens * extent.wide;
+        let heads = tokens * extent.heads;
+        let head_stats = options.rows() * extent.head_stats;
+        let ranks = options.tensor_ranks;
+        let vocab = extent.vocab.div_ceil(ranks);
+        let stride = cross_entropy::stride_elems(vocab);
+        // Of one token, the logits of this rank and those of all.
+        let gathered = if ranks == 1 {
+            0
+        } else {
+            stride + ranks * vocab
+        };
+        let logits_rows = logits_rows.clamp(1, tokens);
+        let logits = (stride * logits_rows).max(gathered);
+        let stats = stats_elems(ranks, logits_rows);
+        let partials = extent.partials;
+        let sums = extent.sums;
+        let rows = extent.layers + 1;
+        let scratch = [
+            (2 * whole + narrow + wide + logits, act),
+            (heads + tokens + partials + sums + stats, DType::F32),
+        ];
+        let ring = match (options.offload_activations, options.partition_activations) {
+            (true, _) => RING.min(rows),
+            (false, true) => part_rows::RING.min(rows),
+            (false, false) => rows,
+        };
+        let part = match options.partition_activations {
+            true => row / ranks,
+            false => row,
+        };
+        let blocks = if options.activation_checkpointing {
+            1
+        } else {
+            extent.layers
+        };
+        let exchanges = extent.exchanges;
+        let exchange_bytes = match exchanges.buffer_elems() {
+            0 => 0,
+            elems => {
+                let all = 2 * elems + blocks * exchanges.attended_elems();
+                bytes(&[(all, act)], 2 + blocks)
+            }
+        };
+        Self {
+            row,
+            whole,
+            narrow,
+            wide,
+            heads,
+            head_stats,
+            logits,
+            partials,
+            sums,
+            table: extent.table,
+            rows,
+            ring,
+            part,
+            stats,
+            part_bytes: part * act.size_bytes(),
+            blocks,
+            exchanges,
+            exchange_bytes,
+            row_bytes: row * act.size_bytes(),
+            block_bytes: bytes(&extent.block, extent.block.len()),
+            head_bytes: bytes(&[(whole, act), (head_stats, DType::F32)], 2),
+            scratch_bytes: bytes(&scratch, 10),
+            batch_bytes: Layout::new(options, extent.dropout).bytes(),
+            matmul_bytes: matmul::workspace_bytes(extent.matrix as u64) as usize,
+            block: extent.block,
+        }
+    }
+}
+
+/// The bytes that a model requests. The options must pass [`ModelOptions::validate`].
+pub(crate) fn gpu_bytes(extent: Extent, options: &ModelOptions) -> GpuBytes {
+    let vocab = extent.vocab.div_ceil(options.tensor_ranks);
+    let rows = logits_rows(vocab, extent.width, options);
+    let sizes = Sizes::new(extent, options, rows);
+    let sum = |parts: &[(usize, usize)]| {
+        let sum = parts
+            .iter()
+            .map(|&(count, bytes)| count as u128 * bytes as u128)
+            .sum::<u128>();
+        u64::try_from(sum).unwrap_or(u64::MAX)
+    };
+
+    let Sizes {
+        rows,
+        ring,
+        blocks,
+        row_bytes,
+        part_bytes,
+        block_bytes,
+        head_bytes,
+        scratch_bytes,
+        exchange_bytes,
+        batch_bytes,
+        matmul_bytes,
+        table,
+        ..
+    } = sizes;
+
+    // Parts of rows on the device.
+    let kept = match options.partition_activations && !options.offload_activations {
+        true => rows,
+        false => 0,
+    };
+    GpuBytes {
+        activations: sum(&[
+            (ring, row_bytes),
+            (kept, part_bytes + ALIGN_BYTES),
+            (blocks, block_bytes),
+            (1, head_bytes),
+            (1, scratch_bytes),
+            (1, exchange_bytes),
+        ]),
+        workspace: sum(&[
+            (1, size_of::<f64>()),
+            (1, batch_bytes),
+            (1, matmul_bytes),
+            (table, size_of::<f32>()),
+        ]),
+        host: match options.offload_activations {
+            true => sum(&[(rows - ring, part_bytes)]),
+            false => 0,
+        },
+    }
+}
+
+/// The tokens whose logits are in memory at once: as many as fit [`LOGITS_BYTES`] or
+/// [`FILLING_ELEMS`] in parts of about equal size. It does not depend on the device, and so the
+/// bits of the gradient do not.
+pub(super) fn logits_rows(vocab: usize, width: usize, options: &ModelOptions) -> usize {
+    let tokens = options.tokens();
+    let fit = LOGITS_BYTES / (cross_entropy::stride_elems(vocab) * options.dtype.size_bytes());
+    let parts = tokens.div_ceil(fit.max(FILLING_ELEMS.div_ceil(width)));
+    tokens
+        .div_ceil(parts)
+        .next_multiple_of(TILE_ROWS)
+        .min(tokens)
+}
+
+/// Bytes of a block with these contents, including the alignment of its `parts` parts.
+fn bytes(contents: &[(usize, DType)], parts: usize) -> usize {
+    contents
+        .iter()
+        .map(|(elems, dtype)| elems * dtype.size_bytes())
+        .sum::<usize>()
+        + parts * ALIGN_BYTES
+}
+
+/// Elements of the statistics of `rows` rows of logits.
+fn stats_elems(ranks: usize, rows: usize) -> usize {
+    match ranks {
+        1 => 0,
+        ranks => (ranks + 1) * rows * STATISTICS,
+    }
+}
+
+/// Elements of the workspace of attention's backward with a bias of `width` elements.
+pub(crate) fn workspace_elems(options: &ModelOptions, width: usize) -> usize {
+    match options.sequence_ranks {
+        1 => attention::workspace_elems(options.micro_batch, options.seq_len, width),
+        _ => column_sums::workspace_elems(options.tokens(), width),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ModelConfig;
+
+    #[test]
+    fn logits_are_capped_where_rows_fill_the_device() {
+        let rows = |preset: &str, micro_batch, seq_len| {
+            let options = ModelOptions {
+                micro_batch,
+                seq_len,
+                sequence_ranks: 1,
+                tensor_ranks: 1,
+                partition_activations: false,
+                sequence_parallel: false,
+                dtype: DType::Bf16,
+                activation_checkpointing: false,
+                offload_activations: false,
+                matmul_timing: false,
+                recompute_gelu: false,
+            };
+            let config = ModelConfig::preset(preset).unwrap();
+            logits_rows(config.vocab_size(), config.hidden(), &options)
+        };
+
+        // Four parts of 206 MB. At width 768, 256 MiB are less than a tile for each multiprocessor:
+        // six parts of 554 MB.
+        assert_eq!(
+            (rows("gpt2-1.5b", 8, 1024), rows("gpt2-124m", 32, 1024)),
+            (2048, 5504)
+        );
+        assert_eq!(
+            (rows("gpt2-1.5b", 1, 1024), rows("nano", 3, 33)),
+            (1024, 99),
+            "all at once"
+        );
+    }
+}

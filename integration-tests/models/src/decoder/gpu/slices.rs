@@ -1,0 +1,63 @@
+//! Slices of the buffers of a model on CUDA, by their use in a pass.
+
+use zero_alloc::device::{AnySlice, DeviceSlice};
+use zero_trainer::ModelError;
+
+/// The head's norm: `out` `[M, C]`, and its `stats`.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadSlices {
+    pub(crate) out: AnySlice,
+    pub(crate) stats: DeviceSlice<f32>,
+}
+
+/// `normed` `[M, C]`, the output of a norm; gradients of activations: `dres` `[M, C]`, `narrow` and
+/// `wide` of a block's inner widths, some rows of `logits`; `delta` `[batch, heads, seq]` of
+/// attention; `losses` `[M]`; and the `partials` of sums over rows.
+#[derive(Clone, Copy)]
+pub(crate) struct ScratchSlices {
+    pub(crate) normed: AnySlice,
+    pub(crate) dres: AnySlice,
+    pub(crate) narrow: AnySlice,
+    pub(crate) wide: AnySlice,
+    pub(crate) logits: AnySlice,
+    pub(crate) delta: DeviceSlice<f32>,
+    pub(crate) losses: DeviceSlice<f32>,
+    pub(crate) partials: DeviceSlice<f32>,
+    /// Gradients that are sums over the ranks of tensor parallelism.
+    pub(crate) sums: DeviceSlice<f32>,
+}
+
+/// The buffers of exchanges.
+pub(super) struct ExchangeSlices {
+    pub(super) send: AnySlice,
+    pub(super) recv: AnySlice,
+    /// One for each block with separate activations.
+    pub(super) attended: Vec<AnySlice>,
+}
+
+/// The activations of a block that attention reads and writes.
+#[derive(Clone, Copy)]
+pub(crate) struct AttentionSlices {
+    /// Between ranks that share sequences, of all tokens and this rank's heads.
+    pub(crate) qkv: AnySlice,
+    /// Of this rank's tokens and all heads.
+    pub(crate) attended: AnySlice,
+    /// `[batch, heads, seq]`: of this rank's heads and all tokens.
+    pub(crate) lse: DeviceSlice<f32>,
+}
+
+/// The activations of a block in the order of [`Extent::block`](super::sizes::Extent::block).
+pub(crate) struct BlockParts(pub(super) Vec<AnySlice>);
+
+impl BlockParts {
+    /// The parts, of which there are N.
+    ///
+    /// # Errors
+    /// There is another number of parts.
+    pub(crate) fn all<const N: usize>(self) -> Result<[AnySlice; N], ModelError> {
+        let parts = self.0.len();
+        self.0
+            .try_into()
+            .map_err(|_| ModelError::from(format!("a block of {parts} activations, not {N}")))
+    }
+}
