@@ -51,11 +51,25 @@ def shape(rng):
 
 def rope(rng):
     theta = rng.choice([10_000.0, 500_000.0])
-    kind = rng.choice(["default", "linear", "llama3"])
+    kind = rng.choice(["default", "linear", "llama3", "dynamic", "yarn", "yarn"])
     if kind == "default":
         return dict(rope_type="default", rope_theta=theta)
     if kind == "linear":
         return dict(rope_type="linear", rope_theta=theta, factor=rng.choice([2.0, 4.0]))
+    if kind == "dynamic":
+        return dict(rope_type="dynamic", rope_theta=theta, factor=rng.choice([2.0, 4.0]))
+    if kind == "yarn":
+        keys = dict(
+            rope_type="yarn",
+            rope_theta=theta,
+            factor=rng.choice([2.0, 4.0]),
+            original_max_position_embeddings=rng.choice([16, 32, 64]),
+            truncate=rng.random() < 0.7,
+        )
+        choices = dict(attention_factor=[0.8, 1.3], beta_fast=[8.0, 32.0], beta_slow=[0.5, 2.0], mscale=[0.7, 1.0],
+                       mscale_all_dim=[0.4, 1.0])
+        keys.update({key: rng.choice(values) for key, values in choices.items() if rng.random() < 0.4})
+        return keys
     return dict(
         rope_type="llama3",
         rope_theta=theta,

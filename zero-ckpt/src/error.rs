@@ -70,6 +70,13 @@ pub enum CkptError {
         /// The defect of each candidate.
         reasons: Vec<String>,
     },
+    /// The files of the model are not beside the checkpoint that lists them.
+    #[error(
+        "{}: the kept files of the model (tokenizer, ...) do not exist; copy this folder from the run's folder of \
+         checkpoints",
+        path.display()
+    )]
+    NoModelFiles { path: PathBuf },
     /// Another running process saves into the directory.
     #[error("{}: another run ({holder}) is saving into this directory; choose another directory", dir.display())]
     Busy {

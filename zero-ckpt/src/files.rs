@@ -5,6 +5,9 @@
 //! open regular files only, never wait for the writer of a pipe, and read a bounded number of
 //! bytes. Symbolic links are followed, since Hugging Face's cache consists of them.
 //!
+//! A repository that was cloned without Git LFS has pointers of 130 bytes in place of its large files.
+//! [`open_content`] and the functions that read refuse them, with the remedy.
+//!
 //! A name is *absent* only if the folder has no entry of that name. What is there and cannot be
 //! read is an error, never absent: a run that goes on without it would be another run.
 //!
@@ -21,7 +24,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 use rustix::fs::OFlags;
@@ -67,16 +70,37 @@ pub fn open(path: &Path) -> io::Result<(File, u64)> {
     Ok((file, metadata.len()))
 }
 
+/// As [`open`], but refuses the pointer that Git LFS leaves in place of a file's content.
+///
+/// # Errors
+/// Those of [`open`], or a pointer.
+pub fn open_content(path: &Path) -> io::Result<(File, u64)> {
+    let (file, len) = open(path)?;
+    let mut start = [0; LFS_POINTER.len()];
+    match file.read_exact_at(&mut start, 0) {
+        Ok(()) if start == *LFS_POINTER => Err(io::Error::new(
+            ErrorKind::InvalidData,
+            "a Git LFS pointer in place of the file: get the file by `git lfs pull` in its folder (Git LFS must be \
+             installed), or download it from its page",
+        )),
+        Err(error) if error.kind() != ErrorKind::UnexpectedEof => Err(error),
+        _ => Ok((file, len)),
+    }
+}
+
+/// The start of a pointer, by the specification of Git LFS.
+const LFS_POINTER: &[u8; 42] = b"version https://git-lfs.github.com/spec/v1";
+
 /// Reads a regular file of at most `limit_bytes`.
 ///
 /// # Errors
-/// Those of [`open`], a longer file, or a failed read.
+/// Those of [`open_content`], a longer file, or a failed read.
 pub fn read(path: &Path, limit_bytes: u64) -> io::Result<Vec<u8>> {
     let too_long = || {
         let why = format!("longer than {limit_bytes} bytes, the limit for such a file");
         io::Error::new(ErrorKind::FileTooLarge, why)
     };
-    let (file, len) = open(path)?;
+    let (file, len) = open_content(path)?;
     if len > limit_bytes {
         return Err(too_long());
     }
@@ -242,6 +266,26 @@ mod tests {
         assert!(error(Errno::NFILE).ends_with("fs.file-max"));
         let other = error(Errno::NOENT);
         assert!(other.ends_with(&format!("(os error {})", Errno::NOENT.raw_os_error())));
+    }
+
+    #[test]
+    fn lfs_pointer_is_not_content() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n";
+        fs::write(&path, pointer).unwrap();
+        let errors = [
+            open_content(&path).unwrap_err(),
+            read_text_if_present(&path, 1 << 20).unwrap_err(),
+        ];
+        for error in errors {
+            let error = error.to_string();
+            assert!(error.contains("`git lfs pull`"), "{error}");
+        }
+        for other in ["", "version 7", &pointer[1..]] {
+            fs::write(&path, other).unwrap();
+            assert_eq!(read_text(&path, 1 << 20).unwrap(), other);
+        }
     }
 
     /// Files of `/proc` have the length 0.

@@ -17,6 +17,7 @@ pub mod format;
 mod io;
 mod job;
 mod load;
+mod model_files;
 mod resolve;
 mod save;
 
@@ -34,6 +35,7 @@ pub use load::on_ranks::Selection;
 pub use load::reader::Reader;
 pub use load::resharding::View;
 pub use load::verify::VerifyReport;
+pub use model_files::{MODEL_FILES_FOLDER, MODEL_FILES_JSON, ModelFiles};
 pub use resolve::{Resolved, count_checkpoints, has_checkpoints, resolve};
 pub use save::assemble::{Assembled, assemble, assemble_step};
 pub use save::background::{BackgroundStore, Fence};

@@ -116,8 +116,8 @@ impl ModelConfig {
         let keys = Keys::parse(text)?;
         let model_type = keys.get("model_type");
         if let Some(family) = model_type.and_then(|v| Family::of(v.as_str()?)) {
-            let config = LlamaConfig::from_hf_json(family, &keys)?;
-            return Ok((Self::Llama(config), Vec::new()));
+            let (config, warnings) = LlamaConfig::from_hf_json(family, &keys)?;
+            return Ok((Self::Llama(config), warnings));
         }
         let known = "\"gpt2\", \"llama\", \"mistral\", \"qwen2\" and \"qwen3\"";
         keys.expect("model_type", |v| v == "gpt2", known)?;
@@ -214,7 +214,16 @@ impl ModelConfig {
     pub fn max_positions(&self) -> usize {
         match self {
             Self::Gpt2(config) => config.n_positions,
-            Self::Llama(config) => config.max_positions,
+            Self::Llama(config) => config.positions(),
+        }
+    }
+
+    /// Why no longer sequence than [`max_positions`](Self::max_positions) is computed, if others
+    /// compute it.
+    pub fn positions_limit(&self) -> Option<&'static str> {
+        match self {
+            Self::Llama(config) => config.rope.positions_limit(),
+            Self::Gpt2(_) => None,
         }
     }
 
@@ -320,6 +329,21 @@ impl ModelConfig {
             }
             (Self::Llama(config), Self::Llama(other)) => {
                 config.attention_dropout = other.attention_dropout;
+            }
+            _ => {}
+        }
+        self
+    }
+
+    /// The same model with the special tokens of another of its architecture, which matter to those
+    /// who generate.
+    pub fn with_special_tokens_of(mut self, other: &Self) -> Self {
+        match (&mut self, other) {
+            (Self::Gpt2(config), Self::Gpt2(other)) => {
+                config.special_tokens.clone_from(&other.special_tokens);
+            }
+            (Self::Llama(config), Self::Llama(other)) => {
+                config.special_tokens.clone_from(&other.special_tokens);
             }
             _ => {}
         }

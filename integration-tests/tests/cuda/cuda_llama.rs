@@ -9,6 +9,7 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_kernels::host::AdamSlices;
 use zero_kernels::{AdamHyper, StepScalars, reference};
 use zero_models::llama::config::{Family, LlamaConfig};
+use zero_models::llama::rope::{Rope, Scaling, Yarn};
 use zero_models::{GpuModel, ModelConfig, ModelOptions};
 use zero_trainer::{Batch, Grad, IGNORED};
 
@@ -239,6 +240,21 @@ fn tiny(family: Family) -> LlamaConfig {
 
 /// One of each family, with all that a family may have.
 pub(crate) fn families() -> [ModelConfig; 4] {
+    // It scales queries and keys, too.
+    let yarn = Yarn {
+        factor: 4.0,
+        original_positions: 16,
+        attention_factor: None,
+        beta_fast: None,
+        beta_slow: None,
+        mscale: None,
+        mscale_all_dim: None,
+        truncate: true,
+    };
+    let yarn = Rope {
+        scaling: Scaling::Yarn(yarn),
+        ..Rope::new(10_000.0)
+    };
     let biased = LlamaConfig {
         hidden: 44,
         head_dim: 6,
@@ -259,11 +275,13 @@ pub(crate) fn families() -> [ModelConfig; 4] {
     let qwen2 = LlamaConfig {
         qkv_bias: true,
         tied_head: true,
+        rope: yarn,
         ..tiny(Family::Qwen2)
     };
     let qwen3 = LlamaConfig {
         tied_head: true,
         qkv_bias: true,
+        rope: yarn,
         ..tiny(Family::Qwen3)
     };
     [biased, mistral, qwen2, qwen3].map(ModelConfig::from)

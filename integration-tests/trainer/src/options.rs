@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
-use zero_ckpt::StoreOptions;
+use zero_ckpt::{ModelFiles, StoreOptions};
 
 use crate::model::ModelError;
 
@@ -40,6 +40,8 @@ pub struct RunOptions {
     pub resumed_runs: Vec<String>,
     /// Named JSON documents for every checkpoint: `run.json`.
     pub documents: BTreeMap<String, serde_json::Value>,
+    /// Files to keep beside the checkpoints, such as the model's tokenizer.
+    pub model_files: Option<ModelFiles>,
     /// Request to end the run after the current step.
     pub cancel: Arc<AtomicBool>,
     /// The number of the signal that requested it, set before `cancel`; 0: no signal did.
@@ -56,7 +58,8 @@ impl RunOptions {
     pub fn store(&self) -> StoreOptions {
         let mut options = StoreOptions::default()
             .keep_last(self.keep_last)
-            .resumed_runs(self.resumed_runs.clone());
+            .resumed_runs(self.resumed_runs.clone())
+            .model_files(self.model_files.clone());
         options.run = Some(self.run_id.clone()).filter(|id| !id.is_empty());
         options
     }

@@ -1,25 +1,21 @@
 //! `zero ckpt`: inspects and verifies checkpoints, assembles them of staged files, and converts
 //! them to and from Hugging Face folders.
 
-use std::fs::File;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use indicatif::HumanCount;
-use zero_ckpt::files;
 use zero_ckpt::{
-    Assembled, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions, assemble,
-    assemble_step, has_checkpoints, resolve, staged_saves,
+    Assembled, CkptError, ExportOptions, Reader, Resolved, StateDtype, Store, StoreOptions,
+    assemble, assemble_step, has_checkpoints, resolve, staged_saves,
 };
 
 use crate::error::CliError;
 use crate::flags::{DTypeFlag, parse_bytes};
+use crate::model_files::{self, Exported};
 use crate::output::{print_note, print_text};
-use crate::settings::record::{RUN_JSON, RunRecord};
+use crate::settings::record::RunRecord;
 use zero_models::hf::HfFolder;
-use zero_models::hf::companions::COMPANIONS;
-use zero_models::hf::tokenizer_files::is_present;
 
 /// Inspect, verify, assemble, export or import checkpoints
 #[derive(Args, Debug)]
@@ -63,7 +59,7 @@ enum Command {
         #[arg(required = true, value_name = "DIR")]
         folders: Vec<PathBuf>,
     },
-    /// Write the weights as a Hugging Face folder of safetensors files
+    /// Write a Hugging Face folder: safetensors files, the tokenizer and the other files of the model
     Export {
         /// A directory of checkpoints (selects the one that `latest` names) or one checkpoint in it
         checkpoint: PathBuf,
@@ -82,8 +78,8 @@ enum Command {
         #[arg(long, default_value = "master")]
         state: String,
     },
-    /// Save the weights of a Hugging Face folder as a checkpoint; `zero train --model DIR`
-    /// starts from it
+    /// Save the weights of a Hugging Face folder as a checkpoint, and keep its other files beside it;
+    /// `zero train --model DIR` starts from it
     Import {
         /// The folder with config.json and model.safetensors (or its index)
         model: PathBuf,
@@ -137,63 +133,41 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
                 .state(state)
                 .dtype(dtype)
                 .max_file_bytes(max_shard_size);
-            let done = reader.export(&out, &options).map_err(CliError::failure)?;
-            let copied = export_companions(&reader, &out)?;
-            print_text(format!(
-                "{} tensors of step {}, {} bytes, in {} file(s) in {}{copied}\n",
-                done.tensors,
-                reader.manifest().step,
-                HumanCount(done.tensor_bytes),
-                done.files.len(),
-                out.display()
-            ))
+            export(&reader, &out, options)
         }
         Command::Import { model, checkpoint } => import(&model, &checkpoint),
     }
 }
 
-/// Copies the files of the tokenizer and for generation that the run's first model and data had, and
-/// says which.
-fn export_companions(reader: &Reader, out: &Path) -> Result<String, CliError> {
-    let document = reader.document(RUN_JSON).map_err(CliError::failure)?;
-    let Some(run) = document.and_then(|document| RunRecord::parse(document).ok()) else {
-        return Ok(String::new());
-    };
+/// Exports a checkpoint with the files of its model; says which, and what the export lacks.
+fn export(reader: &Reader, out: &Path, options: ExportOptions) -> Result<(), CliError> {
+    let run = RunRecord::of(reader)?;
+    let Exported {
+        files,
+        config,
+        lacks,
+    } = Exported::of(reader, run.as_ref(), options.dtype)?;
 
-    let weights = PathBuf::from(run.model.weights);
-    let tokenizer = run.data.tokenizer.map(PathBuf::from).unwrap_or_default();
-    let mut copied = Vec::new();
-    for name in COMPANIONS {
-        let named = [tokenizer.join(name), weights.join(name), tokenizer.clone()];
-        let mut from = None;
-        for path in named {
-            if path.ends_with(name) && is_present(&path).map_err(CliError::failure)? {
-                from = from.or(Some(path));
-            }
-        }
-        let Some(from) = from else {
-            continue;
-        };
-        copy(&from, &out.join(name)).map_err(|e| {
-            let from = from.display();
-            CliError::Failure(format!(
-                "the weights are in {}, but {from} could not be copied there: {e}",
-                out.display()
-            ))
-        })?;
-        copied.push(name);
-    }
-
-    Ok(match copied.is_empty() {
+    let names: Vec<&str> = files.files().map(|(name, _)| name).collect();
+    let with = match names.is_empty() {
         true => String::new(),
-        false => format!(", with {}", copied.join(", ")),
-    })
-}
+        false => format!(", with {}", names.join(", ")),
+    };
+    let options = options.model_files(files.clone()).model_config(config);
+    let done = reader.export(out, &options).map_err(CliError::failure)?;
 
-/// Copies a regular file.
-fn copy(from: &Path, to: &Path) -> io::Result<()> {
-    let (mut from, _) = files::open(from)?;
-    io::copy(&mut from, &mut File::create(to)?).map(drop)
+    let mut text = format!(
+        "{} tensors of step {}, {} bytes, in {} file(s) in {}{with}\n",
+        done.tensors,
+        reader.manifest().step,
+        HumanCount(done.tensor_bytes),
+        done.files.len(),
+        out.display()
+    );
+    for lack in lacks {
+        text += &format!("  it lacks: {lack}\n");
+    }
+    print_text(text)
 }
 
 /// Opens the newest checkpoint in `path` or the best one, or the checkpoint `path`.
@@ -232,16 +206,26 @@ fn verify(path: &Path) -> Result<(), CliError> {
         print_note(staged);
     }
     note_staged_saves(&store_dir);
+    let kept = match reader.model_files() {
+        Err(missing @ CkptError::NoModelFiles { .. }) => {
+            print_note(missing);
+            None
+        }
+        found => found.map_err(CliError::failure)?,
+    };
+    let kept_files = kept.as_ref().map_or(0, |kept| kept.files().count());
+    let kept_bytes = kept.map_or(0, |kept| kept.bytes());
     let manifest = reader.manifest();
     let bytes: u64 = manifest
         .files
         .iter()
         .map(|f| f.bytes)
         .chain(manifest.documents.iter().map(|d| d.bytes))
+        .chain([kept_bytes])
         .sum();
     let (whole, files) = (
         reader.path().display(),
-        manifest.files.len() + manifest.documents.len(),
+        manifest.files.len() + manifest.documents.len() + kept_files,
     );
 
     if passed_over.is_empty() {
@@ -307,7 +291,10 @@ fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
         )));
     }
 
-    let store = Store::create(checkpoint, 0, StoreOptions::default()).map_err(CliError::failure)?;
+    let tokenizer = folder.tokenizer().map_err(CliError::failure)?;
+    let files = model_files::to_keep(folder.companions(), tokenizer.as_deref())?;
+    let options = StoreOptions::default().model_files(files);
+    let store = Store::create(checkpoint, 0, options).map_err(CliError::failure)?;
     let published = zero_ckpt::import(model, &store, |tensor: &str| folder.unit_and_param(tensor))
         .map_err(CliError::failure)?;
     let (path, dir) = (checkpoint.join(&published.name), checkpoint.display());
@@ -385,6 +372,33 @@ mod tests {
             "{error}"
         );
         assert!(zero_ckpt(&["inspect".as_ref(), dir.path()]).is_err());
+    }
+
+    /// Without its settings the export would have no tokenizer, and nobody would know.
+    #[test]
+    fn export_with_other_settings_is_an_error() {
+        use zero_ckpt::{SaveMeta, ShardData, SingleRank};
+        use zero_shard::{Layout, ParamSpec, UnitSpec};
+
+        let dir = tempfile::tempdir().unwrap();
+        let layout =
+            Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
+        let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
+        let mut shard = ShardData::new(&layout, 0).unwrap();
+        shard.storage_f32("master", &[1.0, 2.0, 3.0]).unwrap();
+        let document = ("run.json".to_owned(), serde_json::json!({"format": 2}));
+        let meta = SaveMeta::default().documents([document].into());
+        store.save(&meta, &shard, &mut SingleRank).unwrap();
+
+        let out = dir.path().join("out");
+        let error = zero_ckpt(&["export".as_ref(), dir.path(), &out]).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        let error = error.to_string();
+        assert!(
+            error.contains("invalid run.json: format 2 is not supported"),
+            "{error}"
+        );
+        assert!(!out.exists());
     }
 
     #[test]

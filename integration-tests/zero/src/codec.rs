@@ -10,6 +10,8 @@ pub(crate) enum Codec {
     /// One token a byte.
     Bytes,
     Tokenizer(Box<TextTokenizer>),
+    /// No text: tokens are printed as numbers with commas between them.
+    Numbers,
 }
 
 impl Codec {
@@ -27,6 +29,19 @@ impl Codec {
         }
     }
 
+    /// The codec for a prompt of tokens: that of the tokenizer, of bytes, or else of numbers.
+    pub(crate) fn of_tokens(tokenizer: Option<PathBuf>, vocab: usize) -> Result<Self, CliError> {
+        match tokenizer {
+            None if vocab > MAX_BYTE_VOCAB => Ok(Self::Numbers),
+            tokenizer => Self::open(tokenizer, vocab),
+        }
+    }
+
+    /// Whether tokens have a text.
+    pub(crate) fn has_text(&self) -> bool {
+        !matches!(self, Self::Numbers)
+    }
+
     /// The tokens of a prompt, with the special tokens that the tokenizer puts at a start.
     pub(crate) fn encode(&self, text: Vec<u8>) -> Result<Vec<u32>, CliError> {
         match self {
@@ -38,6 +53,9 @@ impl Codec {
                 })?;
                 tokenizer.encode_prompt(&text).map_err(CliError::usage)
             }
+            Self::Numbers => Err(CliError::Usage(
+                "a text needs a tokenizer: pass --tokenizer FILE, or --token-ids".to_owned(),
+            )),
         }
     }
 
@@ -70,6 +88,12 @@ impl Decoder<'_> {
             Codec::Bytes => {
                 self.tokens.clear();
                 return Ok(u8::try_from(token).into_iter().collect());
+            }
+            Codec::Numbers => {
+                self.tokens.truncate(1);
+                let comma = if self.printed == 0 { "" } else { "," };
+                self.printed = 1;
+                return Ok(format!("{comma}{token}").into_bytes());
             }
             Codec::Tokenizer(tokenizer) => {
                 tokenizer.decode(&self.tokens).map_err(CliError::failure)?
@@ -104,7 +128,7 @@ impl Decoder<'_> {
 
     fn text(&self) -> Result<String, CliError> {
         match self.codec {
-            Codec::Bytes => Ok(String::new()),
+            Codec::Bytes | Codec::Numbers => Ok(String::new()),
             Codec::Tokenizer(tokenizer) => {
                 tokenizer.decode(&self.tokens).map_err(CliError::failure)
             }
@@ -140,6 +164,18 @@ mod tests {
         assert_eq!(decoder.next(255).unwrap(), [255]);
         assert!(decoder.next(300).unwrap().is_empty());
         assert!(decoder.rest().unwrap().is_empty());
+    }
+
+    #[test]
+    fn tokens_without_a_tokenizer_are_numbers() {
+        let codec = Codec::of_tokens(None, 50_257).unwrap();
+        assert!(!codec.has_text());
+        assert!(codec.encode(b"text".to_vec()).is_err());
+        let mut decoder = codec.decoder();
+        let parts = [7, 50_256, 0].map(|token| decoder.next(token).unwrap());
+        assert_eq!(parts.concat(), b"7,50256,0");
+        assert!(decoder.rest().unwrap().is_empty());
+        assert!(Codec::of_tokens(None, 256).unwrap().has_text());
     }
 
     #[test]

@@ -125,15 +125,29 @@ pub(crate) fn find_model(
         notices.extend(folder.warnings().iter().cloned());
         return Ok((folder.config().clone(), Some(folder)));
     }
-    let config = ModelConfig::preset(name).map_err(|e| {
+    Ok((find_preset(name)?, None))
+}
+
+/// The configuration of a preset or of a folder that may have no weights.
+pub(crate) fn find_config(name: &str, notices: &mut Vec<String>) -> Result<ModelConfig, CliError> {
+    if Path::new(name).is_dir() {
+        let found = HfFolder::config_in(Path::new(name));
+        let (config, warnings) = found.map_err(CliError::usage)?;
+        notices.extend(warnings);
+        return Ok(config);
+    }
+    find_preset(name)
+}
+
+fn find_preset(name: &str) -> Result<ModelConfig, CliError> {
+    ModelConfig::preset(name).map_err(|e| {
         let hint = if name.contains('/') {
             "; the folder does not exist"
         } else {
             ""
         };
         CliError::Usage(format!("--model {name}: {e}{hint}"))
-    })?;
-    Ok((config, None))
+    })
 }
 
 /// Checks that none of these flags is 0.
@@ -145,16 +159,24 @@ pub(crate) fn check_positive(flags: &[(&str, Option<u64>)]) -> Result<(), CliErr
 }
 
 /// Checks `--seq-len` against the positions of the model; `None` if the model has no limit.
-pub(crate) fn check_seq_len(seq_len: u64, positions: Option<u64>) -> Result<(), CliError> {
+pub(crate) fn check_seq_len(seq_len: u64, config: Option<&ModelConfig>) -> Result<(), CliError> {
+    let positions = config.map(|config| config.max_positions() as u64);
     if (1..=positions.unwrap_or(u64::MAX)).contains(&seq_len) {
         return Ok(());
     }
     let range = positions.map_or("at least 1".to_owned(), |n| {
         format!("1 to {n}, the positions of the model")
     });
+    let limit = config.map(limit_of_positions).unwrap_or_default();
     Err(CliError::Usage(format!(
-        "--seq-len {seq_len}: expected {range}"
+        "--seq-len {seq_len}: expected {range}{limit}"
     )))
+}
+
+/// Why the model has no more positions, to be appended to a message; empty for most models.
+pub(crate) fn limit_of_positions(config: &ModelConfig) -> String {
+    let limit = config.positions_limit();
+    limit.map(|why| format!(" ({why})")).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -17,9 +17,9 @@ use zero_models::ops::Threads;
 use crate::codec::{Codec, Decoder};
 use crate::data::check_tokenizer;
 use crate::error::CliError;
-use crate::flags::{check_positive, parse_whole};
+use crate::flags::{check_positive, limit_of_positions, parse_whole};
 use crate::output::{bytes, print_note, print_text};
-use crate::settings::record::{RUN_JSON, RunRecord};
+use crate::settings::record::RunRecord;
 
 /// Longest file of a prompt.
 const MAX_PROMPT_BYTES: u64 = 64 << 20;
@@ -44,7 +44,8 @@ pub struct GenerateArgs {
     /// A file with the text to continue
     #[arg(long, value_name = "FILE")]
     pub prompt_file: Option<PathBuf>,
-    /// The tokens to continue, such as 1,2,3
+    /// The tokens to continue, such as 1,2,3; without a tokenizer, those that follow are printed so,
+    /// too
     #[arg(long, value_name = "IDS", value_delimiter = ',', value_parser = parse_whole::<u32>)]
     pub token_ids: Option<Vec<u32>>,
     /// Most tokens to generate; fewer if the model ends the text, or its positions end
@@ -112,19 +113,22 @@ pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let config = source.folder.config();
     let tokenizer = source.tokenizer(args)?;
     if let Some(path) = &tokenizer {
-        let folder = Some(source.folder.path());
-        let found = check_tokenizer(path, folder, config.vocab_size());
+        let found = check_tokenizer(path, source.folder.companions(), config.vocab_size());
         if let Some(notice) = found.map_err(CliError::usage)? {
             print_note(format_args!("note: {notice}"));
         }
     }
-    let codec = Codec::open(tokenizer, config.vocab_size())?;
+    let codec = match args.token_ids {
+        Some(_) => Codec::of_tokens(tokenizer, config.vocab_size())?,
+        None => Codec::open(tokenizer, config.vocab_size())?,
+    };
     let prompt = prompt(args, &codec)?;
     let positions = config.max_positions();
     if prompt.len() >= positions {
         return Err(CliError::Usage(format!(
-            "the prompt has {} tokens, and the model positions for {positions}: no token can follow; shorten the prompt",
-            HumanCount(prompt.len() as u64)
+            "the prompt has {} tokens, and the model positions for {positions}: no token can follow; shorten the prompt{}",
+            HumanCount(prompt.len() as u64),
+            limit_of_positions(config)
         )));
     }
 
@@ -146,7 +150,7 @@ pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let read = |name: &str, range, out: &mut [f32]| Ok(source.folder.read(name, range, out)?);
     let mut generator = Generator::new(config, &read, options).map_err(CliError::failure)?;
 
-    let mut text = Text::new(codec.decoder(), !args.json);
+    let mut text = Text::new(&codec, !args.json);
     let ends = source.end_tokens()?;
     let done = generate(
         &mut generator,
@@ -238,14 +242,8 @@ impl Source {
             (None, None) => return Err(CliError::Usage("name a model".to_owned())),
         };
         let folder = folder.map_err(CliError::usage)?;
-        let document = match folder.checkpoint() {
-            Some(reader) => reader.document(RUN_JSON).map_err(CliError::usage)?,
-            None => None,
-        };
-        Ok(Self {
-            folder,
-            run: document.and_then(|document| RunRecord::parse(document).ok()),
-        })
+        let run = folder.checkpoint().map_or(Ok(None), RunRecord::of)?;
+        Ok(Self { folder, run })
     }
 
     /// The tokenizer of the flag, of the folder, or of the run that saved the checkpoint.
@@ -263,6 +261,9 @@ impl Source {
         };
         let recorded = PathBuf::from(recorded);
         if found.is_none() && !recorded.exists() {
+            if args.token_ids.is_some() {
+                return Ok(None);
+            }
             return Err(CliError::Usage(format!(
                 "{}: the tokenizer of the run does not exist; pass its new path with --tokenizer",
                 recorded.display()
@@ -271,11 +272,11 @@ impl Source {
         Ok(found.or(Some(recorded)))
     }
 
-    /// The tokens that end a text: also those of the folder that the run started from, which may
-    /// have more than its `config.json`.
+    /// The tokens that end a text: of a checkpoint of an older version also those of the folder that
+    /// the run started from, which may have more than its `config.json`.
     fn end_tokens(&self) -> Result<Vec<u32>, CliError> {
         let mut ends = self.folder.end_tokens().map_err(CliError::usage)?;
-        if let Some(run) = &self.run {
+        if let (None, Some(run)) = (self.folder.companions(), &self.run) {
             let of_run = companions::end_tokens_in(run.model.weights.as_ref());
             ends.extend(of_run.map_err(CliError::usage)?);
         }
@@ -346,14 +347,17 @@ struct Text<'a> {
     decoder: Decoder<'a>,
     whole: Vec<u8>,
     prints: bool,
+    /// Whether it is the text of the tokens, and not their numbers.
+    has_text: bool,
 }
 
 impl<'a> Text<'a> {
-    fn new(decoder: Decoder<'a>, prints: bool) -> Self {
+    fn new(codec: &'a Codec, prints: bool) -> Self {
         Self {
-            decoder,
+            decoder: codec.decoder(),
             whole: Vec::new(),
             prints,
+            has_text: codec.has_text(),
         }
     }
 
@@ -394,7 +398,7 @@ fn report(
         let document = json!({
             "prompt": prompt,
             "tokens": done.tokens,
-            "text": String::from_utf8_lossy(&text.whole),
+            "text": text.has_text.then(|| String::from_utf8_lossy(&text.whole)),
             "end": end,
             "prompt_s": done.prompt.as_secs_f64(),
             "tokens_per_s": tokens_per_s,

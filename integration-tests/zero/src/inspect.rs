@@ -1,20 +1,21 @@
 //! `zero data`: a look at training data as a run reads it.
 
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use console::Style;
 use indicatif::HumanCount;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use zero_models::hf::HfFolder;
-use zero_trainer::IGNORED;
+use zero_trainer::{IGNORED, ValidationData};
 
 use crate::data::examples::{EncoderSource, ExampleRows, RowOptions};
-use crate::data::{DataSource, TrainingData, check_tokenizer};
+use crate::data::kind::DataKind;
+use crate::data::{DataSource, TextTokenizer, TrainingData, check_tokenizer};
 use crate::error::CliError;
 use crate::flags::{find_model, model_help, parse_whole};
-use crate::output::{print_note, print_text};
+use crate::output::{print_note, print_text, printable};
 
 /// Look at training data
 #[derive(Args, Clone, Debug)]
@@ -25,14 +26,15 @@ pub struct DataArgs {
 
 #[derive(Subcommand, Clone, Debug)]
 enum DataCommand {
-    /// Show the first rows of examples as tokens and text, with what is trained marked
+    /// Show what data is read as and why, and its first rows as tokens and text, with what is trained
+    /// marked
     Inspect(InspectArgs),
 }
 
 /// The flags of `zero data inspect`.
 #[derive(Args, Clone, Debug)]
 struct InspectArgs {
-    /// A .jsonl file of examples, or a folder of them
+    /// The data, as of `zero train`
     #[arg(long, value_name = "FILE|DIR")]
     data: PathBuf,
     /// The model.
@@ -63,26 +65,31 @@ struct InspectArgs {
 pub fn run(args: &DataArgs) -> Result<(), CliError> {
     let DataCommand::Inspect(args) = &args.command;
     crate::flags::check_positive(&[("--seq-len", Some(args.seq_len as u64))])?;
-    let data = open(args)?;
-    let Some(rows) = data.example_rows() else {
-        return Err(CliError::Usage(format!(
-            "{}: not examples: expected a .jsonl file whose lines have `text`, `prompt` and `completion`, or `messages`",
-            args.data.display()
-        )));
+    let inspected = open(args)?;
+    let view = match inspected.data.example_rows() {
+        Some(rows) => of_examples(rows, args.rows)?,
+        None => of_stream(&inspected, args)?,
     };
-    let shown = args.rows.min(rows.len());
-    let pieces = (0..shown).map(|row| pieces(rows, row));
-    let pieces = pieces.collect::<Result<Vec<_>, _>>()?;
+
     if args.json {
-        return print_text(format!("{}\n", as_json(rows, &pieces)));
+        let document = as_json(&inspected, &view);
+        return print_text(format!("{document}\n"));
     }
-    for notice in data.notices() {
+    for notice in inspected.data.notices() {
         print_note(format_args!("note: {notice}"));
     }
-    print_text(as_text(rows, data.describe(), &pieces))
+    print_text(as_text(&inspected, &view))
 }
 
-fn open(args: &InspectArgs) -> Result<TrainingData, CliError> {
+/// Data, and what decided how it is read.
+struct Inspected {
+    data: TrainingData,
+    kind: &'static str,
+    why: String,
+    tokenizer: Option<PathBuf>,
+}
+
+fn open(args: &InspectArgs) -> Result<Inspected, CliError> {
     let mut notices = Vec::new();
     let model = args.model.as_deref();
     let found = model
@@ -93,7 +100,11 @@ fn open(args: &InspectArgs) -> Result<TrainingData, CliError> {
     let own = own.map_err(CliError::usage)?;
     let tokenizer = args.tokenizer.clone().or(own);
     if let Some((tokenizer, (config, _))) = tokenizer.as_ref().zip(found.as_ref()) {
-        let checked = check_tokenizer(tokenizer, folder.map(HfFolder::path), config.vocab_size());
+        let checked = check_tokenizer(
+            tokenizer,
+            folder.and_then(HfFolder::companions),
+            config.vocab_size(),
+        );
         notices.extend(checked.map_err(CliError::usage)?);
     }
     for notice in &notices {
@@ -104,96 +115,213 @@ fn open(args: &InspectArgs) -> Result<TrainingData, CliError> {
         seq_len: args.seq_len,
         pack: args.pack,
         by_epochs: false,
-        text: true,
         encoder: EncoderSource {
             tokenizer: tokenizer.clone(),
-            folder: folder.map(|folder| folder.path().to_owned()),
+            folder: folder.and_then(HfFolder::companions).map(ToOwned::to_owned),
             ..EncoderSource::now()
         },
     };
     let source = DataSource {
         path: Some(args.data.clone()),
-        tokenizer,
+        tokenizer: tokenizer.clone(),
         ..DataSource::default()
     };
-    let data = TrainingData::open(&source, &options).map_err(CliError::usage)?;
+    let kind = DataKind::of(&source).map_err(CliError::usage)?;
+    let name = kind.name();
+    let why = kind.why.clone();
+    let data = TrainingData::open_as(&source, kind, &options).map_err(CliError::usage)?;
     if let Some((config, _)) = &found {
         let checked = data.validate(config.vocab_size(), args.seq_len);
         checked.map_err(CliError::usage)?;
     }
-    Ok(data)
+    Ok(Inspected {
+        data,
+        kind: name,
+        why,
+        tokenizer,
+    })
 }
 
-/// Consecutive tokens of an example that are trained, or not.
+/// The first rows of data.
+struct View {
+    rows: Vec<Vec<Part>>,
+    /// Figures of all rows, for JSON.
+    figures: Map<String, Value>,
+    /// One line about all rows.
+    summary: String,
+}
+
+/// The part of a row that is one example, or all of it.
+struct Part {
+    /// The file and the line, or the tokens.
+    place: String,
+    /// The same for JSON.
+    keys: Map<String, Value>,
+    pieces: Vec<Piece>,
+}
+
+/// Consecutive tokens that are trained, or not.
 struct Piece {
-    /// The example, by index.
-    example: usize,
     trained: bool,
     tokens: Vec<u32>,
     text: String,
 }
 
-/// The pieces of a row, without its padding.
-fn pieces(rows: &ExampleRows, row: usize) -> Result<Vec<Piece>, CliError> {
+/// The pieces of tokens, each with whether it is trained.
+fn pieces(
+    tokens: impl Iterator<Item = (u32, bool)>,
+    decode: impl Fn(&[u32]) -> Result<String, CliError>,
+) -> Result<Vec<Piece>, CliError> {
     let mut pieces: Vec<Piece> = Vec::new();
-    for &index in rows.members(row) {
-        let example = rows.examples().get(index as usize);
-        // The last token is a target only.
-        for i in 0..example.len().min(rows.seq_len() + 1) {
-            let trained = i > 0 && example.target(i) != IGNORED;
-            let token = example.token(i);
-            match pieces.last_mut() {
-                Some(last) if last.example == index as usize && last.trained == trained => {
-                    last.tokens.push(token);
-                }
-                _ => pieces.push(Piece {
-                    example: index as usize,
-                    trained,
-                    tokens: vec![token],
-                    text: String::new(),
-                }),
-            }
+    for (token, trained) in tokens {
+        match pieces.last_mut() {
+            Some(last) if last.trained == trained => last.tokens.push(token),
+            _ => pieces.push(Piece {
+                trained,
+                tokens: vec![token],
+                text: String::new(),
+            }),
         }
     }
     for piece in &mut pieces {
-        let text = rows.examples().decode(&piece.tokens);
-        piece.text = text.map_err(CliError::failure)?;
+        piece.text = decode(&piece.tokens)?;
     }
     Ok(pieces)
 }
 
-fn as_json(rows: &ExampleRows, shown: &[Vec<Piece>]) -> Value {
-    let piece = |piece: &Piece| {
-        let (file, line) = rows.examples().place(piece.example);
-        json!({
-            "file": file.display().to_string(),
-            "line": line,
-            "trained": piece.trained,
-            "tokens": piece.tokens,
-            "text": piece.text,
+fn of_examples(rows: &ExampleRows, shown: usize) -> Result<View, CliError> {
+    let examples = rows.examples();
+    let part = |index: u32| {
+        let example = examples.get(index as usize);
+        // The last token is a target only.
+        let tokens = (0..example.len().min(rows.seq_len() + 1)).map(|i| {
+            let is_trained = i > 0 && example.target(i) != IGNORED;
+            (example.token(i), is_trained)
+        });
+        let decode = |tokens: &[u32]| examples.decode(tokens).map_err(CliError::failure);
+        let (file, line) = examples.place(index as usize);
+        let file = file.display().to_string();
+        Ok(Part {
+            place: format!("{}, line {line}", printable(&file)),
+            keys: object(json!({"file": file, "line": line})),
+            pieces: pieces(tokens, decode)?,
         })
     };
-    let shown: Vec<Vec<Value>> = shown
-        .iter()
-        .map(|row| row.iter().map(piece).collect())
-        .collect();
-    json!({
-        "examples": rows.examples().len(),
-        "rows": rows.len(),
-        "seq_len": rows.seq_len(),
-        "packed": rows.is_packed(),
-        "trained_tokens": rows.all_trained(),
-        "padding": rows.padding(),
-        "truncated": rows.truncated,
-        "left_out": rows.untrained,
-        "first_rows": shown,
+    let row = |row: usize| rows.members(row).iter().map(|&index| part(index)).collect();
+    let shown = (0..shown.min(rows.len())).map(row);
+
+    let (truncated, left_out) = (HumanCount(rows.truncated), HumanCount(rows.untrained));
+    Ok(View {
+        rows: shown.collect::<Result<_, CliError>>()?,
+        figures: object(json!({
+            "examples": examples.len(),
+            "rows": rows.len(),
+            "seq_len": rows.seq_len(),
+            "packed": rows.is_packed(),
+            "trained_tokens": rows.all_trained(),
+            "padding": rows.padding(),
+            "truncated": rows.truncated,
+            "left_out": rows.untrained,
+        })),
+        summary: format!("truncated: {truncated}, left out: {left_out}"),
     })
 }
 
-fn as_text(rows: &ExampleRows, description: &str, shown: &[Vec<Piece>]) -> String {
-    let mut out = format!("{description}\n");
-    let (truncated, left_out) = (HumanCount(rows.truncated), HumanCount(rows.untrained));
-    let _ = writeln!(out, "truncated: {truncated}, left out: {left_out}");
+/// The first windows of a stream of tokens. Without a tokenizer, tokens have no text unless they
+/// are bytes.
+fn of_stream(inspected: &Inspected, args: &InspectArgs) -> Result<View, CliError> {
+    let data = &inspected.data;
+    let tokenizer = inspected.tokenizer.as_deref().map(TextTokenizer::open);
+    let tokenizer = tokenizer.transpose().map_err(CliError::usage)?;
+    let decode = |tokens: &[u32]| match &tokenizer {
+        Some(tokenizer) => tokenizer.decode(tokens).map_err(CliError::failure),
+        None if data.is_in_order() => Ok(String::new()),
+        None => {
+            let bytes: Vec<u8> = tokens.iter().map(|&token| token as u8).collect();
+            Ok(String::from_utf8_lossy(&bytes).into_owned())
+        }
+    };
+
+    // Data that is shorter than a row is shown, too.
+    let longest = data.len_tokens().saturating_sub(1).min(args.seq_len as u64);
+    let windows = data.windows(longest as usize);
+    let row = |row: u64| {
+        let mut inputs = vec![0; longest as usize];
+        let mut targets = vec![0; longest as usize];
+        let read = data.window(row, &mut inputs, &mut targets);
+        read.map_err(CliError::failure)?;
+        let first = row * longest;
+        let tokens = inputs.first().map(|&token| (token, false)).into_iter();
+        let tokens = tokens.chain(targets.into_iter().map(|token| (token, true)));
+        Ok(vec![Part {
+            place: format!(
+                "tokens {} to {}",
+                HumanCount(first),
+                HumanCount(first + longest)
+            ),
+            keys: object(json!({"first_token": first})),
+            pieces: pieces(tokens, decode)?,
+        }])
+    };
+    let shown = (0..windows.min(args.rows as u64)).map(row);
+
+    let order = match data.is_in_order() {
+        true => "rows are trained in this order",
+        false => "rows are trained at random places",
+    };
+    Ok(View {
+        rows: shown.collect::<Result<_, CliError>>()?,
+        figures: object(json!({
+            "tokens": data.len_tokens(),
+            "rows": windows,
+            "seq_len": longest,
+        })),
+        summary: order.to_owned(),
+    })
+}
+
+fn object(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(fields) => fields,
+        _ => Map::new(),
+    }
+}
+
+fn as_json(inspected: &Inspected, view: &View) -> Value {
+    let piece = |part: &Part, piece: &Piece| {
+        let mut fields = part.keys.clone();
+        fields.extend(object(json!({
+            "trained": piece.trained,
+            "tokens": piece.tokens,
+            "text": piece.text,
+        })));
+        Value::Object(fields)
+    };
+    let of_part = |part: &Part| {
+        part.pieces
+            .iter()
+            .map(|one| piece(part, one))
+            .collect::<Vec<_>>()
+    };
+    let rows: Vec<Vec<Value>> = view
+        .rows
+        .iter()
+        .map(|row| row.iter().flat_map(of_part).collect())
+        .collect();
+
+    let mut document = view.figures.clone();
+    document.extend(object(json!({
+        "kind": inspected.kind,
+        "why": inspected.why,
+        "first_rows": rows,
+    })));
+    Value::Object(document)
+}
+
+fn as_text(inspected: &Inspected, view: &View) -> String {
+    let mut out = format!("{}\n", inspected.data.describe());
+    let _ = writeln!(out, "read as {}: {}", inspected.kind, inspected.why);
+    let _ = writeln!(out, "{}", view.summary);
     let is_terminal = console::colors_enabled();
     let legend = if is_terminal {
         format!("{} is trained", marked(true, "underlined text"))
@@ -201,28 +329,29 @@ fn as_text(rows: &ExampleRows, description: &str, shown: &[Vec<Piece>]) -> Strin
         "[[text in double brackets]] is trained".to_owned()
     };
     let _ = writeln!(out, "{legend}");
-    for (row, pieces) in shown.iter().enumerate() {
+
+    for (row, parts) in view.rows.iter().enumerate() {
         let _ = writeln!(out, "\nrow {row}");
-        for of_example in pieces.chunk_by(|one, next| one.example == next.example) {
-            let (file, line) = rows.examples().place(of_example[0].example);
-            let _ = writeln!(out, "  {}, line {line}", name(file));
-            let text: String = of_example
+        for part in parts {
+            let _ = writeln!(out, "  {}", part.place);
+            let mark = |piece: &Piece, text: &str| mark(piece, text, is_terminal);
+            let texts = part
+                .pieces
                 .iter()
-                .map(|piece| mark(piece, &printable(&piece.text), is_terminal))
-                .collect();
-            let _ = writeln!(out, "  text: {text}");
-            let tokens: Vec<String> = of_example
+                .map(|piece| mark(piece, &printable(&piece.text)));
+            let texts: String = texts.collect();
+            if part.pieces.iter().any(|piece| !piece.text.is_empty()) {
+                let _ = writeln!(out, "  text: {texts}");
+            }
+            let tokens = part
+                .pieces
                 .iter()
-                .map(|piece| mark(piece, &ids(&piece.tokens), is_terminal))
-                .collect();
+                .map(|piece| mark(piece, &ids(&piece.tokens)));
+            let tokens: Vec<String> = tokens.collect();
             let _ = writeln!(out, "  tokens: {}", tokens.join(" "));
         }
     }
     out
-}
-
-fn name(file: &Path) -> String {
-    printable(&file.display().to_string())
 }
 
 fn ids(tokens: &[u32]) -> String {
@@ -241,13 +370,4 @@ fn mark(piece: &Piece, text: &str, is_terminal: bool) -> String {
 fn marked(force: bool, text: &str) -> String {
     let style = Style::new().green().underlined().force_styling(force);
     style.apply_to(text).to_string()
-}
-
-/// The text in one line, without control characters.
-fn printable(text: &str) -> String {
-    let escaped = |c: char| match c {
-        c if c.is_control() => c.escape_default().to_string(),
-        c => c.to_string(),
-    };
-    text.chars().map(escaped).collect()
 }

@@ -22,6 +22,7 @@ pub mod inspect;
 pub mod launcher;
 pub mod measure;
 mod memory;
+mod model_files;
 mod output;
 mod paths;
 pub mod plan;

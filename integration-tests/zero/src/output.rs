@@ -44,6 +44,22 @@ pub(crate) fn print_note(line: impl std::fmt::Display) {
     let _ = stderr().write_all(format!("{line}\n").as_bytes());
 }
 
+/// The text in one line, without control characters.
+pub(crate) fn printable(text: &str) -> String {
+    let escaped = |c: char| match c {
+        c if c.is_control() => c.escape_default().to_string(),
+        c => c.to_string(),
+    };
+    text.chars().map(escaped).collect()
+}
+
+/// The beginning of a text in one line, of `most` characters, in quotes.
+pub(crate) fn beginning(text: &str, most: usize) -> String {
+    let start: String = text.chars().take(most).collect();
+    let dots = if start.len() < text.len() { "..." } else { "" };
+    format!("\"{}{dots}\"", printable(&start))
+}
+
 /// A number of things: `1 rank`, `1,000 steps`.
 pub(crate) fn counted(n: u64, thing: &str) -> String {
     format!("{} {thing}{}", HumanCount(n), if n == 1 { "" } else { "s" })
@@ -93,6 +109,13 @@ fn progress(step: u64, steps: u64, text: &str, elapsed: Duration, left: Duration
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn beginning_is_one_line() {
+        assert_eq!(beginning("a\n\u{1b}[1mé", 9), "\"a\\n\\u{1b}[1mé\"");
+        assert_eq!(beginning("éab", 2), "\"éa...\"");
+        assert_eq!(beginning("", 2), "\"\"");
+    }
 
     #[test]
     fn remaining_time_fits_a_narrow_terminal() {

@@ -5,7 +5,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -63,7 +62,7 @@ impl TensorFolder {
         let has_index = is_folder && is_present(&index)?;
         if has_index {
             // Also one that is not needed: what is there must be readable.
-            files::open(&index).map_err(CkptError::io("open", &index))?;
+            files::open_content(&index).map_err(CkptError::io("open", &index))?;
         }
         let only = if !is_folder {
             Some(path.to_path_buf())
@@ -134,7 +133,7 @@ impl TensorFolder {
         };
 
         let io = |action| CkptError::io(action, &path);
-        let (file, bytes) = files::open(&path).map_err(io("open"))?;
+        let (file, bytes) = files::open_content(&path).map_err(io("open"))?;
         if bytes < 8 {
             return Err(bad(format!(
                 "it has {bytes} bytes, the length field alone has 8"
@@ -185,22 +184,19 @@ impl TensorFolder {
             .map(|(file, tensor)| (tensor, self.files[*file].path.as_path()))
     }
 
-    /// Reads elements `range` of tensor `name` (row-major, flat) as fp32, which is exact.
+    /// Reads elements `range` of tensor `name` (row-major, flat) as fp32: exactly, and F64 rounded
+    /// to nearest.
     ///
     /// # Errors
-    /// No such tensor, a dtype other than F32, BF16 and F16, a range outside the tensor, a wrong
-    /// length of `out`, or a failed read.
+    /// No such tensor, a dtype other than F32, BF16, F16 and F64, a range outside the tensor, a
+    /// wrong length of `out`, a finite number beyond fp32's range, or a failed read.
     pub fn read(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), CkptError> {
         let (file, tensor) = self
             .tensors
             .get(name)
             .ok_or_else(|| CkptError::argument("tensor", "one of the folder", name))?;
-        let dtype = StateDtype::from_name(&tensor.dtype).ok_or_else(|| {
-            CkptError::argument(
-                format!("dtype of {name:?}"),
-                "F32, BF16 or F16",
-                &tensor.dtype,
-            )
+        let elements = Elements::of(&tensor.dtype).ok_or_else(|| {
+            CkptError::argument(format!("dtype of {name:?}"), SUPPORTED, &tensor.dtype)
         })?;
 
         check_range(name, tensor.elems(), &range, out.len())?;
@@ -210,20 +206,89 @@ impl TensorFolder {
             data_start,
         } = &self.files[*file];
 
-        let mut at = data_start + tensor.range.start + range.start * dtype.bytes();
-        let elems = CHUNK_BYTES / dtype.bytes() as usize;
-        let mut buffer = vec![0; out.len().min(elems) * dtype.bytes() as usize];
-        let mut read = || -> io::Result<()> {
-            for out in out.chunks_mut(elems) {
-                let bytes = &mut buffer[..out.len() * dtype.bytes() as usize];
-                file.read_exact_at(bytes, at)?;
-                dtype.widen(bytes, out);
-                at += bytes.len() as u64;
-            }
-            Ok(())
-        };
+        let element_bytes = elements.bytes() as usize;
+        let chunk_elems = CHUNK_BYTES / element_bytes;
+        let mut buffer = vec![0; out.len().min(chunk_elems) * element_bytes];
+        let mut first = range.start;
+        for out in out.chunks_mut(chunk_elems) {
+            let bytes = &mut buffer[..out.len() * element_bytes];
+            let at = data_start + tensor.range.start + first * element_bytes as u64;
+            let read = file.read_exact_at(bytes, at);
+            read.map_err(CkptError::io("read", path))?;
 
-        read().map_err(CkptError::io("read", path))
+            if let Err(overflow) = elements.to_f32(bytes, out) {
+                let at = first + overflow.at as u64;
+                return Err(CkptError::BadFile {
+                    path: path.clone(),
+                    why: format!(
+                        "tensor {name:?} has {:e} at element {at}, beyond the range of fp32",
+                        overflow.value
+                    ),
+                });
+            }
+            first += out.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+/// The dtypes that [`TensorFolder::read`] converts.
+pub(crate) const SUPPORTED: &str = "F32, BF16, F16 or F64";
+
+/// How the elements of a tensor are stored.
+#[derive(Clone, Copy)]
+enum Elements {
+    /// In a type that checkpoints have, too.
+    Narrow(StateDtype),
+    F64,
+}
+
+/// A finite fp64 number that is infinite in fp32.
+struct Overflow {
+    at: usize,
+    value: f64,
+}
+
+impl Elements {
+    /// Those of a dtype in a header.
+    fn of(dtype: &str) -> Option<Self> {
+        match dtype {
+            "F64" => Some(Self::F64),
+            other => StateDtype::from_name(other).map(Self::Narrow),
+        }
+    }
+
+    fn bytes(self) -> u64 {
+        match self {
+            Self::Narrow(dtype) => dtype.bytes(),
+            Self::F64 => 8,
+        }
+    }
+
+    fn to_f32(self, bytes: &[u8], out: &mut [f32]) -> Result<(), Overflow> {
+        match self {
+            Self::Narrow(dtype) => {
+                dtype.widen(bytes, out);
+                Ok(())
+            }
+            Self::F64 => {
+                for (at, (out, bytes)) in out.iter_mut().zip(bytes.as_chunks().0).enumerate() {
+                    let value = f64::from_le_bytes(*bytes);
+                    *out = value as f32;
+                    if out.is_infinite() && value.is_finite() {
+                        return Err(Overflow { at, value });
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+impl TensorEntry {
+    /// Whether [`TensorFolder::read`] converts elements of its dtype to fp32.
+    pub fn is_readable(&self) -> bool {
+        Elements::of(&self.dtype).is_some()
     }
 }
 
@@ -279,6 +344,7 @@ fn parse_json<T: for<'de> Deserialize<'de>>(path: &Path, text: &[u8]) -> Result<
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
     use std::fs;
     use std::os::unix::fs::symlink;
 
@@ -322,5 +388,81 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let error = TensorFolder::open(dir.path()).err().unwrap().to_string();
         assert!(error.contains(SINGLE), "{error}");
+    }
+
+    /// A folder with one F64 tensor of these values.
+    fn fp64(values: &[f64]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let header = Header {
+            metadata: BTreeMap::new(),
+            tensors: vec![TensorEntry {
+                name: "w".to_owned(),
+                dtype: "F64".to_owned(),
+                shape: vec![values.len() as u64],
+                range: 0..8 * values.len() as u64,
+            }],
+            data_start: 0,
+        };
+        let mut bytes = header.encode(8, 0);
+        bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        fs::write(dir.path().join(SINGLE), bytes).unwrap();
+        dir
+    }
+
+    #[test]
+    fn fp64_is_rounded_to_nearest() {
+        // The middle of two fp32 numbers goes to the even one.
+        let ulp = f64::from(f32::EPSILON);
+        let values = [
+            0.1,
+            -0.0,
+            1.0 + 0.5 * ulp,
+            1.0 + 1.5 * ulp,
+            1e-60,
+            f64::from(f32::MAX),
+        ];
+        let folder = TensorFolder::open(fp64(&values).path()).unwrap();
+        let mut got = [9.0; 6];
+        folder.read("w", 0..6, &mut got).unwrap();
+        let want = [0.1, -0.0, 1.0, 1.0 + 2.0 * f32::EPSILON, 0.0, f32::MAX];
+        assert_eq!(got.map(f32::to_bits), want.map(f32::to_bits));
+
+        let mut part = [9.0; 2];
+        folder.read("w", 3..5, &mut part).unwrap();
+        assert_eq!(part, want[3..5]);
+    }
+
+    #[test]
+    fn fp64_beyond_fp32_is_an_error() {
+        // In the second chunk of a read, too.
+        let chunk = CHUNK_BYTES / 8;
+        for (at, value) in [(1, 3.5e38), (chunk + 2, -1e300)] {
+            let mut values = vec![1.0; at + 3];
+            values[at] = value;
+            let dir = fp64(&values);
+            let folder = TensorFolder::open(dir.path()).unwrap();
+            let mut out = vec![0.0; at + 2];
+            let error = folder.read("w", 1..at as u64 + 3, &mut out).unwrap_err();
+            let expected = format!("tensor \"w\" has {value:e} at element {at}, beyond");
+            assert!(error.to_string().contains(&expected), "{error}");
+        }
+        // Those that were infinite remain so.
+        let folder = fp64(&[f64::INFINITY, f64::NAN]);
+        let folder = TensorFolder::open(folder.path()).unwrap();
+        let mut out = [0.0; 2];
+        folder.read("w", 0..2, &mut out).unwrap();
+        assert!(out[0].is_infinite() && out[1].is_nan());
+    }
+
+    #[test]
+    fn lfs_pointers_are_named() {
+        let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n";
+        for name in [SINGLE, INDEX] {
+            let dir = tempfile::tempdir().unwrap();
+            fs::write(dir.path().join(name), pointer).unwrap();
+            let error = TensorFolder::open(dir.path()).err().unwrap().to_string();
+            assert!(error.contains(name), "{error}");
+            assert!(error.contains("`git lfs pull`"), "{error}");
+        }
     }
 }

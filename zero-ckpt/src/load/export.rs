@@ -5,11 +5,13 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
+
 use crate::format::header::{Header, TensorEntry};
 use crate::format::names::random;
 use crate::format::tensor_folder::{INDEX, Index, SINGLE};
 use crate::io::dir::Dir;
-use crate::{CkptError, Reader, StateDtype};
+use crate::{CkptError, ModelFiles, Reader, StateDtype};
 
 /// Elements converted at a time.
 const CHUNK_ELEMS: u64 = 1 << 20;
@@ -27,6 +29,10 @@ pub struct ExportOptions {
     pub dtype: StateDtype,
     /// Maximum bytes of tensors in a file; a larger tensor gets a separate file.
     pub max_file_bytes: u64,
+    /// The content of `config.json`; `None` for the checkpoint's.
+    pub model_config: Option<Value>,
+    /// Other files of the model.
+    pub model_files: Option<ModelFiles>,
 }
 
 impl Default for ExportOptions {
@@ -36,6 +42,8 @@ impl Default for ExportOptions {
             state: "master".into(),
             dtype: StateDtype::F32,
             max_file_bytes: 5_000_000_000,
+            model_config: None,
+            model_files: None,
         }
     }
 }
@@ -52,6 +60,20 @@ impl ExportOptions {
     #[must_use]
     pub fn dtype(mut self, dtype: StateDtype) -> Self {
         self.dtype = dtype;
+        self
+    }
+
+    /// Sets `model_config`.
+    #[must_use]
+    pub fn model_config(mut self, model_config: impl Into<Option<Value>>) -> Self {
+        self.model_config = model_config.into();
+        self
+    }
+
+    /// Sets `model_files`.
+    #[must_use]
+    pub fn model_files(mut self, model_files: impl Into<Option<ModelFiles>>) -> Self {
+        self.model_files = model_files.into();
         self
     }
 
@@ -77,10 +99,10 @@ pub struct ExportReport {
 
 impl Reader {
     /// Writes the parameters of one state to `out`, a new or empty directory: `model.safetensors`,
-    /// or several files and `model.safetensors.index.json`; and `config.json` if the checkpoint has
-    /// one. Verifies every byte; uses about 20 MiB of memory for any model. Unfinished files are in a
-    /// separate directory, `out` + `.partial.` + random digits (inside `out` if that exists), which
-    /// is removed on failure.
+    /// or several files and `model.safetensors.index.json`; `config.json` if the checkpoint has
+    /// one; and the other files of the model. Verifies every byte; uses about 20 MiB of memory for
+    /// any model. Unfinished files are in a separate directory, `out` + `.partial.` + random digits
+    /// (inside `out` if that exists), which is removed on failure.
     ///
     /// # Errors
     /// No such state, `out` is not empty, the checkpoint is damaged, or a system call failed.
@@ -127,8 +149,7 @@ impl Reader {
 
         let tensors = map.len();
         if files.len() > 1 {
-            let metadata =
-                BTreeMap::from([("total_size".to_string(), serde_json::Value::from(total))]);
+            let metadata = BTreeMap::from([("total_size".to_string(), Value::from(total))]);
             write_json(
                 &dir.join(INDEX),
                 &Index {
@@ -138,8 +159,13 @@ impl Reader {
             )?;
         }
 
-        if !self.manifest().model_config.is_null() {
-            write_json(&dir.join(CONFIG), &self.manifest().model_config)?;
+        if let Some(files) = &options.model_files {
+            files.write(&Dir::open(dir)?)?;
+        }
+        let config = options.model_config.as_ref();
+        let config = config.unwrap_or(&self.manifest().model_config);
+        if !config.is_null() {
+            write_json(&dir.join(CONFIG), config)?;
         }
         Ok(ExportReport {
             files,

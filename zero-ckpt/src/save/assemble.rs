@@ -17,7 +17,7 @@ use crate::format::names::{backup_of, step_of};
 use crate::format::staged_name::SaveId;
 use crate::io::dir::{Dir, FileId};
 use crate::load::shard_file::ShardFile;
-use crate::{CkptError, Store, StoreOptions};
+use crate::{CkptError, Reader, Store, StoreOptions};
 
 /// The result of [`assemble`].
 #[derive(Debug)]
@@ -102,16 +102,36 @@ fn assemble_chosen<P: AsRef<Path>>(
     };
 
     match save.publish(into, newer.as_deref()) {
-        Ok(checkpoint) => Ok(Assembled {
-            checkpoint,
-            passed_over: reasons,
-        }),
+        Ok(checkpoint) => {
+            take_model_files(into, &checkpoint.name, from)?;
+            Ok(Assembled {
+                checkpoint,
+                passed_over: reasons,
+            })
+        }
         Err(CkptError::NotAssembled { reasons: refusal }) => {
             reasons.splice(0..0, refusal);
             Err(CkptError::NotAssembled { reasons })
         }
         Err(error) => Err(error),
     }
+}
+
+/// Keeps the files of the model in `into`, of the first directory that has them. Where none has,
+/// those who need them say so.
+fn take_model_files<P: AsRef<Path>>(
+    into: &Path,
+    checkpoint: &str,
+    from: &[P],
+) -> Result<(), CkptError> {
+    let reader = Reader::open(into.join(checkpoint))?;
+    let dirs = std::iter::once(into).chain(from.iter().map(AsRef::as_ref));
+    let mut found = dirs.filter_map(|dir| reader.model_files_in(dir).ok().flatten());
+    let Some(files) = found.next() else {
+        return Ok(());
+    };
+    let options = StoreOptions::default().model_files(files);
+    Store::create(into, 0, options).map(drop)
 }
 
 /// Returns the save that was staged last. Adds the others to `reasons`, or all of them if none is

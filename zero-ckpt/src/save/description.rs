@@ -182,7 +182,7 @@ impl Store {
         layout: &Layout,
         file: &StagedFile,
     ) -> Result<(), CkptError> {
-        let documents = encode_documents(meta)?;
+        let documents = encode_documents(meta, self.options.model_files.as_ref())?;
         let run = self.options.run.clone();
         let manifest = manifest_without_files(meta, layout, file.states.clone(), run, &documents);
         let documents = documents

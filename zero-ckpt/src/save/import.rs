@@ -8,22 +8,20 @@ use zero_shard::{Layout, ParamSpec, UnitSpec};
 
 use super::records::PublishedCheckpoint;
 use crate::format::blocks::shard_pieces;
-use crate::format::tensor_folder::{TensorFolder, read_json_if_present};
+use crate::format::tensor_folder::{SUPPORTED, TensorFolder, read_json_if_present};
 use crate::io::parallel::Source;
 use crate::{CkptError, SaveMeta, StateDtype, StateSpec, Store};
-
-/// File of the tokenizer.
-const TOKENIZER: &str = "tokenizer.json";
 
 /// Saves the tensors of `from` (see [`TensorFolder::open`]) into `store` as a checkpoint of step 0
 /// whose only state is `master`, in fp32. `place` maps a tensor's name to its unit and parameter,
 /// or to `None` to omit it; units are in the order in which they first occur, by tensor name.
-/// Copies `config.json`, and `tokenizer.json` as a document. Uses a few MiB of memory for any
+/// Copies `config.json`; other files of the model are those of
+/// [`StoreOptions::model_files`](crate::StoreOptions::model_files). Uses a few MiB of memory for any
 /// model.
 ///
 /// # Errors
-/// A file is missing or invalid, a tensor is not fp32, bf16 or fp16, two parameters have one name,
-/// or the save failed.
+/// A file is missing or invalid, a tensor is not fp32, bf16, fp16 or fp64, two parameters have one
+/// name, or the save failed.
 pub fn import(
     from: impl AsRef<Path>,
     store: &Store,
@@ -62,11 +60,8 @@ pub fn import(
     }];
 
     let model_config = json_beside(from, "config.json")?.unwrap_or_default();
-    let tokenizer = json_beside(from, TOKENIZER)?;
-    let documents = tokenizer.map(|tokenizer| (TOKENIZER.to_owned(), tokenizer));
     let meta = SaveMeta {
         model_config,
-        documents: documents.into_iter().collect(),
         ..SaveMeta::default()
     };
 
@@ -96,10 +91,10 @@ fn placed<'a>(
         let Some((unit, param)) = place(&tensor.name) else {
             continue;
         };
-        if StateDtype::from_name(&tensor.dtype).is_none() {
+        if !tensor.is_readable() {
             let path = folder.tensor(&tensor.name).map_or(from, |(_, path)| path);
             let why = format!(
-                "tensor {:?} has dtype {}; use F32, BF16 or F16",
+                "tensor {:?} has dtype {}; use {SUPPORTED}",
                 tensor.name, tensor.dtype
             );
             return Err(bad(path, why));

@@ -12,7 +12,7 @@ use crate::format::manifest::{
     DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest,
     check_size,
 };
-use crate::{CkptError, ModelSpec, Piece, StateDtype, StateSpec};
+use crate::{CkptError, MODEL_FILES_JSON, ModelFiles, ModelSpec, Piece, StateDtype, StateSpec};
 
 /// The metadata of a checkpoint, equal on all ranks; rank 0's is stored.
 #[derive(Clone, Debug, PartialEq)]
@@ -114,8 +114,15 @@ impl SaveMeta {
     }
 }
 
-/// Encodes the documents of a checkpoint; pairs of name and content.
-pub(crate) fn encode_documents(meta: &SaveMeta) -> Result<Vec<(String, Vec<u8>)>, CkptError> {
+/// Encodes the documents of a checkpoint, the list of `model_files` among them; pairs of name and
+/// content.
+pub(crate) fn encode_documents(
+    meta: &SaveMeta,
+    model_files: Option<&ModelFiles>,
+) -> Result<Vec<(String, Vec<u8>)>, CkptError> {
+    let list = model_files.map(|files| (MODEL_FILES_JSON.to_owned(), files.document()));
+    let mut documents = meta.documents.clone();
+    documents.extend(list);
     let encode = |(name, value): (&String, &Value)| {
         let mut bytes = serde_json::to_vec_pretty(value).map_err(|e| CkptError::BadFile {
             path: name.into(),
@@ -124,7 +131,7 @@ pub(crate) fn encode_documents(meta: &SaveMeta) -> Result<Vec<(String, Vec<u8>)>
         bytes.push(b'\n');
         Ok((name.clone(), bytes))
     };
-    meta.documents.iter().map(encode).collect()
+    documents.iter().map(encode).collect()
 }
 
 /// Checks that the manifests of saves of `layout` can be small enough, by their longest part: the

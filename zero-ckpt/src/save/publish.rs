@@ -71,7 +71,7 @@ impl Store {
             .first()
             .map(|file| file.states.clone())
             .unwrap_or_default();
-        let documents = encode_documents(meta)?;
+        let documents = encode_documents(meta, self.options.model_files.as_ref())?;
         let manifest =
             manifest_without_files(meta, layout, states, self.options.run.clone(), &documents);
 

@@ -45,7 +45,7 @@ use crate::io::lock::Lock;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
 use crate::io::parallel::{self, Source};
 use crate::load::catalog::{self, Entry};
-use crate::{CkptError, Exchange, ModelSpec, Piece, ShardData, StateSpec};
+use crate::{CkptError, Exchange, ModelFiles, ModelSpec, Piece, ShardData, StateSpec};
 
 /// A point of the save protocol at which tests interrupt a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -112,6 +112,8 @@ pub struct StoreOptions {
     /// by a rank, or no step of the publication done. At most the time limit of the communicator,
     /// of which a quarter is the longest interval between messages.
     pub stall_limit: Duration,
+    /// Files to keep beside the checkpoints, which list them.
+    pub model_files: Option<ModelFiles>,
 }
 
 impl Default for StoreOptions {
@@ -121,6 +123,7 @@ impl Default for StoreOptions {
             run: None,
             resumed_runs: Vec::new(),
             stall_limit: STALL_LIMIT,
+            model_files: None,
         }
     }
 }
@@ -151,6 +154,14 @@ impl StoreOptions {
     #[must_use]
     pub fn stall_limit(mut self, stall_limit: Duration) -> Self {
         self.stall_limit = stall_limit;
+        self
+    }
+
+    /// Sets `model_files`; without any file, none are kept.
+    #[must_use]
+    pub fn model_files(mut self, model_files: impl Into<Option<ModelFiles>>) -> Self {
+        let files: Option<ModelFiles> = model_files.into();
+        self.model_files = files.filter(|files| !files.is_empty());
         self
     }
 
@@ -261,7 +272,7 @@ impl Store {
     ///
     /// # Errors
     /// The directory cannot be created or written, another run has locked it ([`CkptError::Busy`]),
-    /// or the name of the run is not a plain name.
+    /// the files of the model cannot be kept, or the name of the run is not a plain name.
     pub fn create(
         path: impl AsRef<Path>,
         rank: u64,
@@ -284,6 +295,9 @@ impl Store {
         let probe = format!("probe.{}", random());
         staging.write_new(&probe, b"")?;
         let _ = staging.remove_file(&probe);
+        if let Some(files) = options.model_files.as_ref().filter(|_| rank == 0) {
+            files.keep(&dir)?;
+        }
         let published = if rank == 0 {
             catalog::list(&dir)?.0
         } else {

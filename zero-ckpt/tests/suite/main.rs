@@ -11,6 +11,7 @@ mod disk;
 mod exchange;
 mod faults;
 mod leftovers;
+mod model_files;
 mod on_ranks;
 mod properties;
 mod reshard;

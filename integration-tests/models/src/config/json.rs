@@ -4,8 +4,10 @@ use serde_json::{Map, Value};
 
 use super::ConfigError;
 
+const SPECIAL_TOKENS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
+
 /// The file's keys; null counts as missing.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(crate) struct Keys(Map<String, Value>);
 
 impl Keys {
@@ -30,6 +32,18 @@ impl Keys {
     /// The value of a key.
     pub(crate) fn get(&self, key: &'static str) -> Option<&Value> {
         self.0.get(key).filter(|v| !v.is_null())
+    }
+
+    /// The keys of special tokens that are there. They do not change the model, and its
+    /// `config.json` keeps them.
+    pub(crate) fn special_tokens(&self) -> Vec<(&'static str, Value)> {
+        let present = |key| Some((key, self.get(key)?.clone()));
+        SPECIAL_TOKENS.into_iter().filter_map(present).collect()
+    }
+
+    /// Whether a key is there, and null.
+    pub(crate) fn is_null(&self, key: &'static str) -> bool {
+        self.0.get(key).is_some_and(Value::is_null)
     }
 
     /// Checks that a key, if present, has a supported value.

@@ -14,6 +14,7 @@
 //! assert_eq!(config.units().len(), 1 + config.n_layer + 1);
 //! ```
 
+use serde_json::Value;
 use zero_shard::{ParamSpec, UnitSpec};
 use zero_trainer::ModelError;
 
@@ -60,6 +61,15 @@ pub struct GptConfig {
     pub scale_attn_by_inverse_layer_idx: bool,
     /// Whether transformers computes the scores in fp32 in any case, as this crate always does.
     pub reorder_and_upcast_attn: bool,
+    /// The keys of special tokens in `config.json`, such as `eos_token_id`, as they were read.
+    pub special_tokens: Vec<(&'static str, Value)>,
+}
+
+/// A token that marks the begin and the end of a text, as GPT-2's last one.
+fn text_ends(token: usize) -> Vec<(&'static str, Value)> {
+    ["bos_token_id", "eos_token_id"]
+        .map(|key| (key, token.into()))
+        .into()
 }
 
 impl GptConfig {
@@ -82,6 +92,7 @@ impl GptConfig {
             scale_attn_weights: true,
             scale_attn_by_inverse_layer_idx: false,
             reorder_and_upcast_attn: false,
+            special_tokens: text_ends(50256),
         }
     }
 
@@ -92,6 +103,8 @@ impl GptConfig {
             "nano" => Self {
                 vocab_size: 256,
                 n_positions: 256,
+                // A byte that no UTF-8 text contains.
+                special_tokens: text_ends(255),
                 ..gpt2(128, 4, 4)
             },
             "gpt2-124m" => gpt2(768, 12, 12),

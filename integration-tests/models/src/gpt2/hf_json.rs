@@ -5,7 +5,7 @@ use crate::config::json::Keys;
 use crate::gpt2::config::GptConfig;
 use crate::ops::activation::Activation;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 impl GptConfig {
     /// The configuration in a GPT-2 `config.json`, and warnings about defaults that change training.
@@ -53,6 +53,7 @@ impl GptConfig {
             scale_attn_weights: keys.flag("scale_attn_weights")?.unwrap_or(true),
             scale_attn_by_inverse_layer_idx: flag("scale_attn_by_inverse_layer_idx")?,
             reorder_and_upcast_attn: flag("reorder_and_upcast_attn")?,
+            special_tokens: keys.special_tokens(),
         };
 
         config.validate()?;
@@ -64,16 +65,11 @@ impl GptConfig {
     /// `dtype` is Hugging Face's name of the type of the stored weights: `float32`, `float16` or
     /// `bfloat16`.
     pub(crate) fn to_hf_json(&self, dtype: &str) -> String {
-        // As in GPT-2 (50256 of 50257), the last token marks the end of a text. With byte tokens
-        // that is 255, which no UTF-8 text contains.
-        let last_token = self.vocab_size.saturating_sub(1);
         let file = HfConfig {
             activation_function: self.activation.name(),
             architectures: ["GPT2LMHeadModel"],
             attn_pdrop: self.attn_pdrop,
-            bos_token_id: last_token,
             embd_pdrop: self.embd_pdrop,
-            eos_token_id: last_token,
             initializer_range: self.initializer_range,
             layer_norm_epsilon: self.layer_norm_epsilon,
             model_type: "gpt2",
@@ -90,10 +86,18 @@ impl GptConfig {
             tie_word_embeddings: self.tied_head,
             torch_dtype: dtype,
             vocab_size: self.vocab_size,
+            special_tokens: self.special_tokens().collect(),
         };
 
         // Serializing numbers, flags and strings does not fail.
         serde_json::to_string_pretty(&file).unwrap_or_default() + "\n"
+    }
+}
+
+impl GptConfig {
+    fn special_tokens(&self) -> impl Iterator<Item = (String, Value)> {
+        let tokens = self.special_tokens.iter();
+        tokens.map(|(key, value)| ((*key).to_owned(), value.clone()))
     }
 }
 
@@ -126,9 +130,7 @@ struct HfConfig<'a> {
     activation_function: &'a str,
     architectures: [&'a str; 1],
     attn_pdrop: f32,
-    bos_token_id: usize,
     embd_pdrop: f32,
-    eos_token_id: usize,
     initializer_range: f32,
     layer_norm_epsilon: f32,
     model_type: &'a str,
@@ -147,6 +149,8 @@ struct HfConfig<'a> {
     tie_word_embeddings: bool,
     torch_dtype: &'a str,
     vocab_size: usize,
+    #[serde(flatten)]
+    special_tokens: Map<String, Value>,
 }
 
 #[cfg(test)]
@@ -191,6 +195,7 @@ mod tests {
             scale_attn_weights: true,
             scale_attn_by_inverse_layer_idx: false,
             reorder_and_upcast_attn: false,
+            special_tokens: Vec::new(),
         };
 
         assert_eq!(config, expected);
@@ -232,6 +237,26 @@ mod tests {
             value["layer_norm_epsilon"], 1e-5,
             "written as the f32's shortest decimal: {text}"
         );
+    }
+
+    /// A GPT-2 with the vocabulary of others has their special tokens.
+    #[test]
+    fn special_tokens_are_kept() {
+        for (key, value) in [
+            ("eos_token_id", "[7, 9]"),
+            ("pad_token_id", "151643"),
+            ("bos_token_id", "0"),
+        ] {
+            let (config, _) = read(&with(key, value)).unwrap();
+            let written: Value = serde_json::from_str(&config.to_hf_json("float32")).unwrap();
+            assert_eq!(written[key].to_string(), value.replace(' ', ""));
+            let keys = ["bos_token_id", "eos_token_id", "pad_token_id"];
+            assert_eq!(
+                keys.iter().filter(|key| written.get(key).is_some()).count(),
+                1
+            );
+            assert_eq!(read(&written.to_string()), Ok((config, vec![])));
+        }
     }
 
     #[test]

@@ -1,11 +1,15 @@
 //! The files beside the weights of a Hugging Face folder: of the tokenizer and for generation.
 
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 
-use super::HfError;
+use super::tokenizer_files::{
+    GPT2_FILES, OTHER_TOKENIZER, TOKENIZER_FILE, is_present, tokenizer_in,
+};
+use super::{CONFIG_FILE, HfError};
 
 /// Files that belong to a model, not to its weights, and that an export keeps.
 pub const COMPANIONS: [&str; 12] = [
@@ -22,6 +26,135 @@ pub const COMPANIONS: [&str; 12] = [
     "chat_template.jinja",
     "chat_template.json",
 ];
+
+/// The folder of the templates besides the default one.
+const TEMPLATES: &str = "additional_chat_templates";
+
+/// Those of [`COMPANIONS`] that hold tokens. Two tokenizers must not be mixed.
+const VOCABULARY: [&str; 7] = [
+    TOKENIZER_FILE,
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "encoder.json",
+    "vocab.bpe",
+    "tokenizer.model",
+];
+
+/// A name below a folder, and a path.
+pub type NamedFile = (String, PathBuf);
+
+/// The files of a model that a run keeps beside its checkpoints: those of the folder of the model,
+/// and below [`OTHER_TOKENIZER`] those beside a tokenizer that is not the folder's.
+///
+/// # Errors
+/// A folder cannot be read.
+pub fn files_to_keep(
+    model: Option<&Path>,
+    tokenizer: Option<&Path>,
+) -> Result<Vec<NamedFile>, HfError> {
+    let mut found = Vec::new();
+    let mut own = None;
+    if let Some(dir) = model {
+        found.extend(companions_in(dir)?);
+        own = tokenizer_in(dir)?;
+    }
+
+    let is_own = |tokenizer: &Path| {
+        let own = [own.as_deref(), model].into_iter().flatten();
+        own.into_iter().any(|own| real(own) == real(tokenizer))
+    };
+    if let Some(tokenizer) = tokenizer.filter(|tokenizer| !is_own(tokenizer)) {
+        let named = |(name, path)| (format!("{OTHER_TOKENIZER}/{name}"), path);
+        found.extend(beside_tokenizer(tokenizer)?.into_iter().map(named));
+    }
+    Ok(found)
+}
+
+/// The name in an export of one of `names`, which are those of [`files_to_keep`]; `None` for one
+/// that is not exported.
+pub fn exported_name(name: &str, names: &[String]) -> Option<String> {
+    let other = |name: &str| format!("{OTHER_TOKENIZER}/{name}");
+    let has_other = names.iter().any(|name| name.starts_with(&other("")));
+    let of_other = name.strip_prefix(&other(""));
+    let is_replaced = || VOCABULARY.contains(&name) || names.contains(&other(name));
+    match of_other {
+        None if has_other && is_replaced() => None,
+        None => Some(name),
+        found => found,
+    }
+    .filter(|name| *name != CONFIG_FILE)
+    .map(str::to_owned)
+}
+
+/// Whether files of these names hold a tokenizer.
+pub fn have_tokenizer<'a>(mut names: impl Iterator<Item = &'a str>) -> bool {
+    names.any(|name| {
+        [
+            TOKENIZER_FILE,
+            "tokenizer.model",
+            "vocab.json",
+            "encoder.json",
+        ]
+        .contains(&name)
+    })
+}
+
+/// The files beside the weights of a folder, and its `config.json`.
+fn companions_in(dir: &Path) -> Result<Vec<NamedFile>, HfError> {
+    let mut found = Vec::new();
+    for name in COMPANIONS.into_iter().chain([CONFIG_FILE]) {
+        let path = dir.join(name);
+        if is_present(&path)? {
+            found.push((name.to_owned(), path));
+        }
+    }
+
+    let templates = dir.join(TEMPLATES);
+    if templates.is_dir() {
+        let read = |source| HfError::Read {
+            path: templates.clone(),
+            source,
+        };
+        for entry in fs::read_dir(&templates).map_err(read)? {
+            let path = entry.map_err(read)?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if name.ends_with(".jinja") {
+                found.push((format!("{TEMPLATES}/{name}"), path));
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The files of a tokenizer, which is a folder or a file, and those beside it.
+fn beside_tokenizer(tokenizer: &Path) -> Result<Vec<NamedFile>, HfError> {
+    if tokenizer.is_dir() {
+        return companions_in(tokenizer);
+    }
+    let dir = match tokenizer.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    };
+    if tokenizer.ends_with(TOKENIZER_FILE) {
+        return companions_in(dir);
+    }
+
+    let mut found = companions_in(dir)?;
+    found.retain(|(name, _)| !VOCABULARY.contains(&name.as_str()));
+    let pair = GPT2_FILES
+        .iter()
+        .find(|pair| pair.iter().any(|name| tokenizer.ends_with(name)));
+    match pair {
+        Some(pair) => found.extend(pair.map(|name| (name.to_owned(), dir.join(name)))),
+        None => found.push((TOKENIZER_FILE.to_owned(), tokenizer.to_owned())),
+    }
+    Ok(found)
+}
+
+fn real(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
+}
 
 /// The JSON file of a folder; `None` if there is no entry of that name. A byte order mark at the
 /// start is skipped.
@@ -47,7 +180,7 @@ pub fn read_json(path: &Path) -> Result<Option<Value>, HfError> {
 /// # Errors
 /// One of them is there, and cannot be read or names no token.
 pub fn end_tokens_in(dir: &Path) -> Result<Vec<u32>, HfError> {
-    for name in ["generation_config.json", "config.json"] {
+    for name in ["generation_config.json", CONFIG_FILE] {
         if let Some(tokens) = end_tokens_in_file(&dir.join(name))? {
             return Ok(tokens);
         }

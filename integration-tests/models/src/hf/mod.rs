@@ -2,7 +2,8 @@
 //! checkpoints.
 //!
 //! A **Hugging Face folder** holds `config.json` and either `model.safetensors` or several such
-//! files with `model.safetensors.index.json`. Weights are F32, F16 or BF16. Parameters have
+//! files with `model.safetensors.index.json`. Weights are F32, F16, BF16 or F64, which is rounded to
+//! fp32. Parameters have
 //! Hugging Face's names; the prefix of the model without its head (`transformer.`, `model.`) is
 //! optional in files. A prefix that all tensors carry, as wrappers of a model add it (`module.`,
 //! `_orig_mod.`), is left out, with a warning.
@@ -120,8 +121,15 @@ enum Source {
         weights: TensorFolder,
         stored: StoredNames,
     },
-    Checkpoint(Box<Reader>),
+    /// A checkpoint, and the folder with the files of its model.
+    Checkpoint {
+        reader: Box<Reader>,
+        kept: Option<PathBuf>,
+    },
 }
+
+/// The configuration of a model.
+const CONFIG_FILE: &str = "config.json";
 
 /// The state of a checkpoint that holds the weights.
 const MASTER: &str = "master";
@@ -133,29 +141,11 @@ impl HfFolder {
     /// # Errors
     /// The first missing or invalid file or tensor.
     pub fn open(path: &Path) -> Result<Self, HfError> {
-        if !path.is_dir() {
-            return Err(HfError::NoFolder {
-                path: path.to_owned(),
-            });
-        }
-
-        let config_path = path.join("config.json");
-        let is_checkpoint = path.join(MANIFEST_NAME).is_file() || has_checkpoints(path)?;
-        if is_checkpoint && !is_present(&config_path)? {
+        if is_of_checkpoints(path)? {
             return Self::open_checkpoint(path);
         }
         check_companions(path)?;
-        let text = files::read_text(&config_path, SMALL_FILE_BYTES);
-        let text = text.map_err(|source| HfError::Read {
-            path: config_path.clone(),
-            source,
-        })?;
-
-        let (config, mut warnings) = ModelConfig::from_hf_json(text.trim_start_matches('\u{feff}'))
-            .map_err(|source| HfError::Config {
-                path: config_path,
-                source,
-            })?;
+        let (config, mut warnings) = read_config(path)?;
 
         if !is_present(&path.join("model.safetensors"))?
             && !is_present(&path.join("model.safetensors.index.json"))?
@@ -190,6 +180,18 @@ impl HfFolder {
         })
     }
 
+    /// The configuration of a folder that [`Self::open`] opens, and warnings about it. No weights
+    /// need to be there, so a model can be planned before it is downloaded.
+    ///
+    /// # Errors
+    /// There is no `config.json` and no checkpoint, or it does not describe a supported model.
+    pub fn config_in(path: &Path) -> Result<(ModelConfig, Vec<String>), HfError> {
+        if !is_of_checkpoints(path)? {
+            return read_config(path);
+        }
+        config_of(&Reader::open(path)?)
+    }
+
     /// Opens the checkpoint of the lowest validation loss in a folder of checkpoints.
     ///
     /// # Errors
@@ -213,12 +215,9 @@ impl HfFolder {
         passed_over: Vec<(String, String)>,
     ) -> Result<Self, HfError> {
         let file = reader.path().join(MANIFEST_NAME);
-        let text = reader.manifest().model_config.to_string();
-        let (config, mut warnings) =
-            ModelConfig::from_hf_json(&text).map_err(|source| HfError::Config {
-                path: file.clone(),
-                source,
-            })?;
+        let (config, mut warnings) = config_of(&reader)?;
+        let (kept, missing) = kept_files(&reader)?;
+        warnings.extend(missing);
 
         warnings.extend(
             passed_over
@@ -255,7 +254,10 @@ impl HfFolder {
             path: path.to_owned(),
             config,
             warnings,
-            source: Source::Checkpoint(Box::new(reader)),
+            source: Source::Checkpoint {
+                reader: Box::new(reader),
+                kept,
+            },
         })
     }
 
@@ -278,7 +280,16 @@ impl HfFolder {
     pub fn checkpoint(&self) -> Option<&Reader> {
         match &self.source {
             Source::Files { .. } => None,
-            Source::Checkpoint(reader) => Some(reader),
+            Source::Checkpoint { reader, .. } => Some(reader),
+        }
+    }
+
+    /// The folder with the tokenizer, the chat template and the settings of generation; `None` for
+    /// a checkpoint without them.
+    pub fn companions(&self) -> Option<&Path> {
+        match &self.source {
+            Source::Files { .. } => Some(&self.path),
+            Source::Checkpoint { kept, .. } => kept.as_deref(),
         }
     }
 
@@ -289,7 +300,7 @@ impl HfFolder {
                 .tensors()
                 .filter_map(|name| weights.tensor(name))
                 .all(|(tensor, _)| tensor.dtype == StateDtype::BF16.name()),
-            Source::Checkpoint(_) => false,
+            Source::Checkpoint { .. } => false,
         }
     }
 
@@ -298,20 +309,25 @@ impl HfFolder {
     /// # Errors
     /// A file that would name them cannot be used.
     pub fn end_tokens(&self) -> Result<Vec<u32>, HfError> {
-        match &self.source {
-            Source::Files { .. } => companions::end_tokens_in(&self.path),
-            Source::Checkpoint(reader) => {
-                let ends = companions::end_tokens_of(&reader.manifest().model_config);
-                Ok(ends.unwrap_or_default())
+        if let Some(dir) = self.companions() {
+            let ends = companions::end_tokens_in(dir)?;
+            if !ends.is_empty() {
+                return Ok(ends);
             }
         }
+        let configured = self
+            .checkpoint()
+            .map(|reader| &reader.manifest().model_config);
+        Ok(configured
+            .and_then(companions::end_tokens_of)
+            .unwrap_or_default())
     }
 
     /// The unit and the name of the parameter that a tensor of the files is, if the model has it.
     pub fn unit_and_param(&self, tensor: &str) -> Option<(String, String)> {
         let tensor = match &self.source {
             Source::Files { stored, .. } => stored.without_wrapper(tensor)?,
-            Source::Checkpoint(_) => tensor,
+            Source::Checkpoint { .. } => tensor,
         };
         let prefixed = format!("{}{tensor}", self.config.prefix());
         let mut units = self.config.units().into_iter();
@@ -327,11 +343,14 @@ impl HfFolder {
     /// # Errors
     /// The folder cannot be searched.
     pub fn tokenizer(&self) -> Result<Option<PathBuf>, HfError> {
-        let folder = match &self.source {
-            Source::Files { .. } => &self.path,
-            Source::Checkpoint(reader) => reader.path(),
-        };
-        tokenizer_files::tokenizer_in(folder)
+        match &self.source {
+            Source::Files { .. } => tokenizer_files::tokenizer_in(&self.path),
+            Source::Checkpoint {
+                kept: Some(kept), ..
+            } => tokenizer_files::tokenizer_of_kept(kept),
+            // Older versions imported the tokenizer into the checkpoint.
+            Source::Checkpoint { reader, .. } => tokenizer_files::tokenizer_in(reader.path()),
+        }
     }
 
     /// Reads elements `range` of parameter `name` to `out`.
@@ -348,7 +367,7 @@ impl HfFolder {
                 })?;
                 weights.read(stored, range, out)?;
             }
-            Source::Checkpoint(reader) => reader.read_param(MASTER, name, range, out)?,
+            Source::Checkpoint { reader, .. } => reader.read_param(MASTER, name, range, out)?,
         }
         match out.iter().position(|value| !value.is_finite()) {
             None => Ok(()),
@@ -369,9 +388,54 @@ impl HfFolder {
                 .and_then(|stored| weights.tensor(stored))
                 .map_or(&*self.path, |(_, file)| file)
                 .to_owned(),
-            Source::Checkpoint(reader) => reader.path().to_owned(),
+            Source::Checkpoint { reader, .. } => reader.path().to_owned(),
         }
     }
+}
+
+/// The folder with the files of a checkpoint's model, and a warning if it should be there and is
+/// not.
+///
+/// # Errors
+/// The files are damaged or cannot be read.
+pub fn kept_files(reader: &Reader) -> Result<(Option<PathBuf>, Option<String>), HfError> {
+    match reader.model_files() {
+        Ok(None) => Ok((None, None)),
+        Ok(Some(files)) => Ok((Some(files.folder_in(&reader.store_dir()?)), None)),
+        Err(missing @ CkptError::NoModelFiles { .. }) => Ok((None, Some(missing.to_string()))),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether a folder is a checkpoint or holds some, and no model of Hugging Face's layout.
+fn is_of_checkpoints(path: &Path) -> Result<bool, HfError> {
+    if !path.is_dir() {
+        return Err(HfError::NoFolder {
+            path: path.to_owned(),
+        });
+    }
+    let has_some = path.join(MANIFEST_NAME).is_file() || has_checkpoints(path)?;
+    Ok(has_some && !is_present(&path.join(CONFIG_FILE))?)
+}
+
+/// Reads the `config.json` of a folder.
+fn read_config(dir: &Path) -> Result<(ModelConfig, Vec<String>), HfError> {
+    let path = dir.join(CONFIG_FILE);
+    let text = files::read_text(&path, SMALL_FILE_BYTES).map_err(|source| HfError::Read {
+        path: path.clone(),
+        source,
+    })?;
+    let config = ModelConfig::from_hf_json(text.trim_start_matches('\u{feff}'));
+    config.map_err(|source| HfError::Config { path, source })
+}
+
+/// The configuration of a checkpoint.
+fn config_of(reader: &Reader) -> Result<(ModelConfig, Vec<String>), HfError> {
+    let text = reader.manifest().model_config.to_string();
+    ModelConfig::from_hf_json(&text).map_err(|source| HfError::Config {
+        path: reader.path().join(MANIFEST_NAME),
+        source,
+    })
 }
 
 /// Checks that the files beside the weights that are there can be opened, also those that no one
@@ -380,7 +444,7 @@ fn check_companions(dir: &Path) -> Result<(), HfError> {
     for name in COMPANIONS {
         let path = dir.join(name);
         if is_present(&path)? {
-            files::open(&path).map_err(|source| HfError::Read { path, source })?;
+            files::open_content(&path).map_err(|source| HfError::Read { path, source })?;
         }
     }
     Ok(())
@@ -395,7 +459,9 @@ impl HfFolder {
     pub fn identity(&self) -> u64 {
         let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
         match &self.source {
-            Source::Checkpoint(reader) => digest.update(&reader.selection().crc64.to_le_bytes()),
+            Source::Checkpoint { reader, .. } => {
+                digest.update(&reader.selection().crc64.to_le_bytes())
+            }
             Source::Files { weights, .. } => {
                 digest.update(&machine());
                 for metadata in weights.files().filter_map(|file| fs::metadata(file).ok()) {

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use zero_ckpt::{CkptError, StateDtype, TensorEntry, TensorFolder};
+use zero_ckpt::{CkptError, TensorEntry, TensorFolder};
 
 use super::HfError;
 use crate::ModelConfig;
@@ -51,7 +51,7 @@ impl fmt::Display for TensorDefect {
             ),
             DefectKind::Type(got) => write!(
                 f,
-                "tensor {name:?} has type {got}; supported are F32, F16 and BF16"
+                "tensor {name:?} has type {got}; supported are F32, F16, BF16 and F64"
             ),
         }
     }
@@ -106,7 +106,7 @@ impl StoredNames {
                 Some((tensor, _)) if tensor.shape != param.shape => {
                     DefectKind::Shape(tensor.shape.clone())
                 }
-                Some((tensor, _)) if StateDtype::from_name(&tensor.dtype).is_none() => {
+                Some((tensor, _)) if !tensor.is_readable() => {
                     DefectKind::Type(tensor.dtype.clone())
                 }
                 Some((tensor, _)) => {
@@ -255,7 +255,7 @@ fn differing(
         return Ok(None);
     };
 
-    if head.shape != tied.shape || StateDtype::from_name(&head.dtype).is_none() {
+    if head.shape != tied.shape || !head.is_readable() {
         return Ok(Some(file.to_owned()));
     }
     let mut ours = vec![0.0; CHUNK_ELEMS as usize];

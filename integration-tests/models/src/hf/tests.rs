@@ -129,6 +129,45 @@ fn sixteen_bit_weights_are_exact() {
 }
 
 #[test]
+fn fp64_weights_are_converted() {
+    let dir = tempfile::tempdir().unwrap();
+    let expected = params(&tiny());
+    write_folder(dir.path(), &tiny(), &expected, Dtype::F64);
+    let folder = HfFolder::open(dir.path()).unwrap();
+    assert_holds(&folder, &expected);
+    assert!(!folder.is_bf16());
+}
+
+#[test]
+fn lfs_pointers_are_named() {
+    use super::companions::COMPANIONS;
+
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n";
+    let files = ["config.json", "model.safetensors"];
+    for name in COMPANIONS.into_iter().chain(files) {
+        let dir = folder_of(&tiny(), &params(&tiny()));
+        fs::write(dir.path().join(name), pointer).unwrap();
+        let error = open_error(dir.path());
+        assert!(error.contains(&format!("DIR/{name}: ")), "{error}");
+        assert!(error.contains("`git lfs pull`"), "{error}");
+    }
+}
+
+/// A model is planned before its weights are downloaded.
+#[test]
+fn configuration_needs_no_weights() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = |dir: &Path| HfFolder::config_in(dir).unwrap_err().to_string();
+    assert!(error(&dir.path().join("none")).contains("does not exist"));
+    assert!(error(dir.path()).contains("config.json: failed to read"));
+    fs::write(dir.path().join("config.json"), tiny().to_hf_json("float32")).unwrap();
+    let (config, warnings) = HfFolder::config_in(dir.path()).unwrap();
+    assert_eq!((config, warnings), (ModelConfig::from(tiny()), vec![]));
+    fs::write(dir.path().join("config.json"), "[").unwrap();
+    assert!(error(dir.path()).contains("not a JSON object"));
+}
+
+#[test]
 fn bare_names_masks_and_tied_heads_are_accepted() {
     let config = tiny();
     let expected = params(&config);
@@ -372,14 +411,14 @@ fn missing_misshapen_or_mistyped_tensor_is_named() {
                     config.json requires [4]";
     assert_eq!(open_error(dir.path()), expected);
 
-    write_file(
-        &dir.path().join("model.safetensors"),
-        &params(&tiny()),
-        Dtype::F64,
-    );
+    let mut stored = params(&tiny());
+    for (_, _, values) in &mut stored {
+        values.iter_mut().for_each(|x| *x = 1.0);
+    }
+    write_file(&dir.path().join("model.safetensors"), &stored, Dtype::I32);
     // All tensors are of this type: the first are listed, the rest counted.
-    let expected = "DIR/model.safetensors: tensor \"transformer.wte.weight\" has type F64; \
-                    supported are F32, F16 and BF16; tensor \"transformer.wpe.weight\" has";
+    let expected = "DIR/model.safetensors: tensor \"transformer.wte.weight\" has type I32; \
+                    supported are F32, F16, BF16 and F64; tensor \"transformer.wpe.weight\" has";
     let error = open_error(dir.path());
     assert!(error.starts_with(expected), "{error}");
     assert!(error.ends_with("and 25 more"), "{error}");

@@ -12,6 +12,21 @@ pub const TOKENIZER_FILE: &str = "tokenizer.json";
 pub const GPT2_FILES: [[&str; 2]; 2] =
     [["vocab.json", "merges.txt"], ["encoder.json", "vocab.bpe"]];
 
+/// The folder, in that of the files that are kept beside checkpoints, of a tokenizer that is not the
+/// model's own.
+pub const OTHER_TOKENIZER: &str = "tokenizer";
+
+/// The tokenizer in a folder of files that are kept beside checkpoints.
+///
+/// # Errors
+/// The folder cannot be searched.
+pub fn tokenizer_of_kept(dir: &Path) -> Result<Option<PathBuf>, HfError> {
+    match tokenizer_in(&dir.join(OTHER_TOKENIZER))? {
+        None => tokenizer_in(dir),
+        found => Ok(found),
+    }
+}
+
 /// The tokenizer in the folder of a model: its `tokenizer.json`, or else the folder if it has
 /// GPT-2's two files. They may be unreadable, which is found when they are read.
 ///

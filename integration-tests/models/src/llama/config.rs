@@ -35,7 +35,7 @@ pub struct LlamaConfig {
     pub family: Family,
     /// Tokens of the vocabulary; rows of the embedding.
     pub vocab_size: usize,
-    /// Longest sequence.
+    /// `max_position_embeddings`: the longest sequence, unless YaRN extends it.
     pub max_positions: usize,
     /// Width of the residual stream, C.
     pub hidden: usize,
@@ -253,7 +253,7 @@ impl LlamaConfig {
         check_divides(heads, kv_heads)?;
         check_divides(("head_dim", self.head_dim), ("pairs of", 2))?;
         check_positive("rms_norm_eps", self.rms_norm_eps)?;
-        self.rope.validate()?;
+        self.rope.validate(self.head_dim)?;
         check_dropout("attention_dropout", self.attention_dropout)?;
         check_deviation("initializer_range", self.initializer_range)
     }
@@ -283,6 +283,11 @@ impl LlamaConfig {
             + has(self.output_bias, c);
         let mlp = 3 * c * f + has(self.mlp_bias, 2 * f + c);
         v * c + l * (2 * c + attention + mlp) + c + has(!self.tied_head, v * c)
+    }
+
+    /// The longest sequence.
+    pub fn positions(&self) -> usize {
+        self.rope.positions(self.max_positions)
     }
 
     /// Whether queries and keys have norms.

@@ -7,6 +7,8 @@ use indicatif::HumanCount;
 use thiserror::Error;
 use zero_models::hf::HfError;
 
+use super::examples::FORMS;
+
 /// Data that cannot be trained on.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -129,6 +131,68 @@ pub enum DataError {
         /// The tokenizer's error.
         message: String,
     },
+    /// A file that is no data to train on, such as an archive.
+    #[error("{}: {what}, which is not read as data; {remedy}", path.display())]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// Its kind, with an article.
+        what: String,
+        /// The remedy.
+        remedy: String,
+    },
+    /// A file of tokens that is not what its header or its name says.
+    #[error("{}: {message}", path.display())]
+    Tokens {
+        /// The file.
+        path: PathBuf,
+        /// The defect, and what to do.
+        message: String,
+    },
+    /// A folder with files of examples and other files, either of which may be meant.
+    #[error(
+        "{}: the folder has files of examples ({rows}) and other data ({other}): pass the file {rows}, or a folder of \
+         examples alone, or one of texts alone",
+        path.display()
+    )]
+    MixedFolder {
+        /// The folder.
+        path: PathBuf,
+        /// The first file of examples.
+        rows: String,
+        /// The first other file.
+        other: String,
+    },
+    /// Files of examples in the folders of a folder, beside which there is nothing else.
+    #[error(
+        "{}: the only data here are files of examples ({}): pass one of them, or a folder of them alone, with --data",
+        path.display(), rows.display()
+    )]
+    NestedRows {
+        /// The folder.
+        path: PathBuf,
+        /// The first file of rows.
+        rows: PathBuf,
+    },
+    /// A folder whose only texts describe data that is not read.
+    #[error(
+        "{}: no data but {only} is text in this folder; {left_out}; pass the file or the folder of the data, or {only} itself",
+        path.display()
+    )]
+    OnlyDescription {
+        /// The folder.
+        path: PathBuf,
+        /// The text.
+        only: String,
+        /// The largest file that is not text, and why.
+        left_out: String,
+    },
+    /// Examples where a stream of tokens is expected.
+    #[error("{}: examples, and must be text or tokens", path.display())]
+    Examples {
+        /// The data.
+        path: PathBuf,
+    },
     /// A parquet file, which this build does not read.
     #[error(
         "{}: this program was built without parquet: build it with `--features zero/parquet`, or write the data as lines of JSON",
@@ -217,8 +281,8 @@ pub enum DataError {
     },
     /// `--pack` without examples.
     #[error(
-        "{}: --pack needs examples, one a line of a .jsonl file with `text`, `prompt` and `completion`, or `messages`; \
-         leave out --pack for other data", path.display()
+        "{}: --pack needs examples, one a line of a .jsonl file with {FORMS}; leave out --pack for other data",
+        path.display()
     )]
     NothingToPack {
         /// The data.

@@ -8,7 +8,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
@@ -17,13 +17,12 @@ use indicatif::HumanCount;
 use zero_ckpt::files;
 
 use super::corpus::TextFile;
+use super::foreign::{self, PROBE_BYTES};
+use super::kind::{Start, is_beside_data, is_lines_name};
 use super::{DataError, outputs};
 
 /// Larger files of the default folder are left out: they are rarely written by a person.
 const MAX_DEFAULT_FILE_BYTES: u64 = 1 << 20;
-
-/// A file with a 0 among its first bytes is considered binary.
-const PROBE_BYTES: u64 = 8192;
 
 /// Maximum number of files that [`Documents::notices`] names.
 const NAMED_FILES: usize = 10;
@@ -47,7 +46,11 @@ pub(super) enum Scope {
 enum Reason {
     Large,
     Binary,
-    NotUtf8 { at: usize },
+    /// A file that is no text, by its first bytes.
+    Foreign(&'static str),
+    NotUtf8 {
+        at: usize,
+    },
     FolderLink,
     NoFile,
     Output,
@@ -60,7 +63,7 @@ impl Reason {
     fn kind(self) -> &'static str {
         match self {
             Self::Large => "above 1 MiB",
-            Self::Binary => "binary",
+            Self::Binary | Self::Foreign(_) => "binary",
             Self::NotUtf8 { .. } => "not UTF-8",
             Self::FolderLink => "links to folders",
             Self::NoFile => "neither files nor folders",
@@ -75,6 +78,7 @@ impl fmt::Display for Reason {
         match self {
             Self::Large => write!(f, "above 1 MiB"),
             Self::Binary => write!(f, "binary"),
+            Self::Foreign(what) => write!(f, "{what}"),
             Self::NotUtf8 { at } => {
                 write!(f, "not UTF-8 at byte {at}: convert it, such as with iconv")
             }
@@ -161,6 +165,46 @@ impl LeftOut {
             HumanCount(self.bytes),
             self.reason
         )
+    }
+}
+
+impl<T> Documents<T> {
+    /// Checks that the texts of the folder `root` are data, and not what stands beside data of
+    /// another kind. Returns a notice if rows of JSON are among them.
+    ///
+    /// # Errors
+    /// They are not.
+    pub(super) fn check(&mut self, root: &Path) -> Result<Option<String>, DataError> {
+        let below = |path: &Path| path.strip_prefix(root).unwrap_or(path).to_owned();
+        let paths = || self.texts.iter().map(|(path, _)| path.as_path());
+        let mut data = paths().filter(|path| !is_beside_data(path)).peekable();
+        let first_rows = paths().find(|path| is_lines_name(path)).map(below);
+
+        let has_data = data.peek().is_some();
+        if let (true, true, Some(rows)) = (has_data, data.all(is_lines_name), first_rows.clone()) {
+            return Err(DataError::NestedRows {
+                path: root.to_owned(),
+                rows,
+            });
+        }
+        let only = paths().next().map(below);
+        let is_binary = |left: &LeftOut| left.reason.kind() == "binary";
+        if let (false, Some(only)) = (has_data, only)
+            && self.left_out.iter().any(is_binary)
+        {
+            return Err(DataError::OnlyDescription {
+                path: root.to_owned(),
+                only: only.display().to_string(),
+                left_out: self.notices(root).remove(0),
+            });
+        }
+
+        Ok(first_rows.map(|rows| {
+            format!(
+                "{} is read as text, with its JSON, as all files of the folder are; to train on its rows, pass the file",
+                rows.display()
+            )
+        }))
     }
 }
 
@@ -399,6 +443,24 @@ enum Content<T> {
     },
 }
 
+fn read_start(file: &mut File, file_bytes: u64) -> io::Result<Start> {
+    let mut bytes = Vec::new();
+    let mut start = file.take(PROBE_BYTES as u64);
+    start.read_to_end(&mut bytes)?;
+    Ok(Start { bytes, file_bytes })
+}
+
+/// Why a file is no text, by its first bytes.
+fn not_text(start: &Start) -> Option<Reason> {
+    if let Some(foreign) = foreign::of(start) {
+        return Some(Reason::Foreign(foreign.what));
+    }
+    if foreign::is_parquet(start) {
+        return Some(Reason::Foreign("parquet"));
+    }
+    start.bytes.contains(&0).then_some(Reason::Binary)
+}
+
 /// Checks a file as [`read_file`] does.
 fn scan_file(path: &Path, scope: Scope) -> Result<Content<TextFile>, DataError> {
     let failed = |source| DataError::Unreadable {
@@ -416,13 +478,9 @@ fn scan_file(path: &Path, scope: Scope) -> Result<Content<TextFile>, DataError> 
     }
 
     let (mut file, _) = files::open(path).map_err(failed)?;
-    let mut start = Vec::new();
-    file.by_ref()
-        .take(PROBE_BYTES)
-        .read_to_end(&mut start)
-        .map_err(failed)?;
-    if start.contains(&0) {
-        return other(Reason::Binary);
+    let start = read_start(&mut file, bytes).map_err(failed)?;
+    if let Some(reason) = not_text(&start) {
+        return other(reason);
     }
 
     let scanned = match TextFile::scan(path) {
@@ -435,7 +493,7 @@ fn scan_file(path: &Path, scope: Scope) -> Result<Content<TextFile>, DataError> 
         return Ok(Content::Blank);
     }
     // What tells an output is in its first lines.
-    if outputs::is_output_file(path, &String::from_utf8_lossy(&start)) {
+    if outputs::is_output_file(path, &String::from_utf8_lossy(&start.bytes)) {
         return other(Reason::Output);
     }
     Ok(Content::Text(scanned))
@@ -460,14 +518,11 @@ fn read_file(path: &Path, scope: Scope) -> Result<Content<String>, DataError> {
 
     // A large binary file is not read whole.
     let (mut file, _) = files::open(path).map_err(failed)?;
-    let mut content = Vec::new();
-    file.by_ref()
-        .take(PROBE_BYTES)
-        .read_to_end(&mut content)
-        .map_err(failed)?;
-    if content.contains(&0) {
-        return other(Reason::Binary);
+    let start = read_start(&mut file, bytes).map_err(failed)?;
+    if let Some(reason) = not_text(&start) {
+        return other(reason);
     }
+    let mut content = start.bytes;
     let rest = usize::try_from(bytes)
         .unwrap_or(usize::MAX)
         .saturating_sub(content.len());

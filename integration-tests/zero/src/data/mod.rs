@@ -5,10 +5,9 @@
 //! rank. The start of a row is a pure function of step, micro-batch and row (and, for text, the
 //! seed), so a resumed run reads the same rows.
 //!
-//! | source | tokens | rows |
+//! | source (`kind.rs`) | tokens | rows |
 //! |---|---|---|
-//! | `NAME.bin` | little-endian u16, read on demand | consecutive, wrapping at the end |
-//! | `NAME.u32.bin` | little-endian u32, read on demand | consecutive, wrapping at the end |
+//! | a file of tokens (`token_format.rs`) | little-endian u16 or u32, read on demand | consecutive, wrapping at the end |
 //! | a text file | its bytes, or by a tokenizer | random windows |
 //! | a folder | all its text files, by path, without what runs write | random windows |
 //!
@@ -43,10 +42,13 @@ mod corpus;
 mod error;
 pub(crate) mod examples;
 mod folder;
+mod foreign;
+pub(crate) mod kind;
 mod order;
 mod outputs;
 pub(crate) mod place;
 mod token_cache;
+mod token_format;
 mod tokenize;
 mod tokens;
 
@@ -71,9 +73,11 @@ pub(crate) use tokenize::{TextTokenizer, check_tokenizer};
 
 use corpus::{Corpus, TextFile};
 use folder::{Documents, Scope};
+use kind::{Content, DataKind};
 use order::Order;
 use place::Place;
 use token_cache::Tokenized;
+use token_format::TokenFormat;
 use tokens::{TokenStats, Tokens};
 use zero_trainer::{Batch, BatchAt, ModelError, ValidationData};
 
@@ -214,7 +218,12 @@ impl Dataset {
     /// # Errors
     /// Missing, unreadable, empty or malformed data; see [`DataError`].
     pub fn open(source: &DataSource) -> Result<Self, DataError> {
-        let all = Self::read(source)?;
+        Self::open_as(source, DataKind::of(source)?)
+    }
+
+    /// As [`Self::open`], of data whose kind is known.
+    pub(crate) fn open_as(source: &DataSource, kind: DataKind) -> Result<Self, DataError> {
+        let all = Self::read(source, kind)?;
         all.part(
             0..all.tokens.len(),
             all.name.clone(),
@@ -229,7 +238,16 @@ impl Dataset {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_split(source: &DataSource, validation: f64) -> Result<(Self, Self), DataError> {
-        let all = Self::read(source)?;
+        Self::split_as(source, DataKind::of(source)?, validation)
+    }
+
+    /// As [`Self::open_split`], of data whose kind is known.
+    pub(crate) fn split_as(
+        source: &DataSource,
+        kind: DataKind,
+        validation: f64,
+    ) -> Result<(Self, Self), DataError> {
+        let all = Self::read(source, kind)?;
         let len = all.tokens.len();
         // nanoGPT's rounding; rounding up to a float cannot pass the end.
         let split = ((len as f64 * (1.0 - validation)) as u64).min(len);
@@ -248,64 +266,33 @@ impl Dataset {
         Ok((training, validation))
     }
 
-    fn read(source: &DataSource) -> Result<Opened, DataError> {
-        let here = Path::new(".");
-        let path = source.path.as_deref().unwrap_or(here);
-        if !path.exists() {
-            return Err(DataError::Missing {
+    fn read(source: &DataSource, kind: DataKind) -> Result<Opened, DataError> {
+        let path = source.path.as_deref().unwrap_or(Path::new("."));
+        let tokenizer = || {
+            let path = source.tokenizer.as_deref();
+            path.map(TextTokenizer::open).transpose()
+        };
+
+        let opened = match kind.content {
+            Content::Examples(_) => Err(DataError::Examples {
                 path: path.to_owned(),
-            });
-        }
+            }),
+            Content::Tokens(format) => read_tokens(path, format),
+            Content::Texts => read_folder(path, source, tokenizer()?.as_ref()),
+            Content::Text => match tokenizer()? {
+                Some(tokenizer) => read_text(path, source, &tokenizer),
+                None => read_bytes(path),
+            },
+        }?;
+        Ok(Opened {
+            notices: [kind.notices, opened.notices].concat(),
+            ..opened
+        })
+    }
 
-        if !path.is_file() && !path.is_dir() {
-            return Err(DataError::NoFile {
-                path: path.to_owned(),
-            });
-        }
-
-        if path.is_file() && is_token_file(path) {
-            let tokens = Tokens::open(path)?;
-            let text = format!(
-                "{}: {} tokens, in order",
-                path.display(),
-                HumanCount(tokens.len())
-            );
-            return Ok(Opened::new(
-                tokens,
-                Order::InOrder(Place::default()),
-                path,
-                text,
-            ));
-        }
-
-        let tokenizer = source
-            .tokenizer
-            .as_deref()
-            .map(TextTokenizer::open)
-            .transpose()?;
-        if path.is_dir() {
-            return read_folder(path, source, tokenizer.as_ref());
-        }
-
-        if let Some(tokenizer) = &tokenizer {
-            return read_text(path, source, tokenizer);
-        }
-
-        let content = files::read(path, u64::MAX).map_err(|source| DataError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
-
-        if content.is_empty() {
-            return Err(DataError::Empty {
-                path: path.to_owned(),
-            });
-        }
-
-        let bytes = content.len() as u64;
-        let tokens = Tokens::Bytes(content);
-        let description = describe_text(path, "text", bytes, &tokens);
-        Ok(Opened::new(tokens, Order::Random, path, description))
+    /// Whether rows are in the order of the tokens.
+    pub(crate) fn is_in_order(&self) -> bool {
+        matches!(self.order, Order::InOrder(_))
     }
 
     /// Begins the run's steps at `from`. Random windows have no place.
@@ -466,6 +453,27 @@ impl Dataset {
     }
 }
 
+fn read_tokens(path: &Path, format: TokenFormat) -> Result<Opened, DataError> {
+    let by = format.by;
+    let tokens = Tokens::open(path, format)?;
+    let len = HumanCount(tokens.len());
+    let text = format!("{}: {len} tokens, in order, {by}", path.display());
+    let order = Order::InOrder(Place::default());
+    Ok(Opened::new(tokens, order, path, text))
+}
+
+/// Opens a text file whose bytes are the tokens.
+fn read_bytes(path: &Path) -> Result<Opened, DataError> {
+    let content = files::read(path, u64::MAX).map_err(|source| DataError::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    let bytes = content.len() as u64;
+    let tokens = Tokens::Bytes(content);
+    let description = describe_text(path, "text", bytes, &tokens);
+    Ok(Opened::new(tokens, Order::Random, path, description))
+}
+
 /// Reads the texts of a folder, which may be the default.
 fn read_folder(
     path: &Path,
@@ -486,9 +494,11 @@ fn read_folder(
     match tokenizer {
         None => {
             let mut documents = allow_none(folder::read(path, scope), is_default)?;
+            let notice = check_documents(&mut documents, path, scope)?;
             let bytes = documents.texts.iter().map(|(_, text)| text.len() as u64);
             let bytes = bytes.sum();
-            let (what, notices) = describe_folder(path, scope, bytes, documents.counted(path))?;
+            let (what, mut notices) = describe_folder(path, scope, bytes, documents.counted(path))?;
+            notices.extend(notice);
             let (tokens, files) = concatenated(documents.texts);
             let description = describe_text(path, &what, bytes, &tokens);
             Ok(Opened {
@@ -499,6 +509,7 @@ fn read_folder(
         }
         Some(tokenizer) => {
             let mut documents = allow_none(folder::scan(path, scope), is_default)?;
+            let notice = check_documents(&mut documents, path, scope)?;
             let bytes = documents.texts.iter().map(|(_, text)| text.bytes).sum();
             let (what, notices) = describe_folder(path, scope, bytes, documents.counted(path))?;
             let corpus = Corpus {
@@ -506,10 +517,26 @@ fn read_folder(
                 separate: true,
             };
             let opened = read_corpus(path, &what, corpus, source, tokenizer)?;
-            let notices = notices.into_iter().chain(opened.notices).collect();
-            Ok(Opened { notices, ..opened })
+            let notices = notices.into_iter().chain(notice).chain(opened.notices);
+            Ok(Opened {
+                notices: notices.collect(),
+                ..opened
+            })
         }
     }
+}
+
+/// A notice about the texts of a folder, if the user named it.
+///
+/// # Errors
+/// They are not data.
+fn check_documents<T>(
+    documents: &mut Documents<T>,
+    path: &Path,
+    scope: Scope,
+) -> Result<Option<String>, DataError> {
+    let notice = documents.check(path)?;
+    Ok(notice.filter(|_| scope == Scope::Whole))
 }
 
 /// The texts of a folder, of which the default folder may have none or too many.
@@ -633,11 +660,6 @@ fn describe_text(path: &Path, what: &str, bytes: u64, tokens: &Tokens) -> String
         path.display(),
         HumanCount(bytes)
     )
-}
-
-/// Whether a file of this name has tokens instead of text.
-pub fn is_token_file(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension == "bin")
 }
 
 impl ValidationData for Dataset {

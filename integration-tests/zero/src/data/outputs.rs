@@ -2,10 +2,12 @@
 //! logs. They are no text to train on, and with them the data of the current folder would differ
 //! from one run to the next.
 
+use std::fs;
 use std::io::Read;
 use std::path::Path;
 
 use serde_json::Value;
+use zero_ckpt::MODEL_FILES_FOLDER;
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 
 /// The first bytes of a manifest contain its format's name.
@@ -17,9 +19,22 @@ const LOG_LINES: usize = 40;
 const STAGING: &str = ".staging";
 const LOCK: &str = ".lock";
 
-/// Whether a folder is a checkpoint, a folder of checkpoints or a Hugging Face model.
+/// Whether a folder is a checkpoint, a folder of checkpoints, that of the files kept beside some, or
+/// a Hugging Face model.
 pub(super) fn is_output_folder(dir: &Path) -> bool {
-    is_checkpoint(dir) || holds_checkpoints(dir) || is_model(dir)
+    is_checkpoint(dir) || holds_checkpoints(dir) || holds_kept_files(dir) || is_model(dir)
+}
+
+/// Whether a folder is `model-files`, whose folders are named by checksums.
+fn holds_kept_files(dir: &Path) -> bool {
+    let is_id = |name: &[u8]| name.len() == 16 && name.iter().all(u8::is_ascii_hexdigit);
+    let folders = || {
+        let entries = fs::read_dir(dir).ok()?;
+        Some(entries.filter_map(|entry| Some(entry.ok()?.file_name())))
+    };
+    dir.file_name()
+        .is_some_and(|name| name == MODEL_FILES_FOLDER)
+        && folders().is_some_and(|mut names| names.any(|name| is_id(name.as_encoded_bytes())))
 }
 
 fn holds_checkpoints(dir: &Path) -> bool {

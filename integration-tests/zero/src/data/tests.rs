@@ -139,7 +139,7 @@ fn token_file_is_read_in_order() {
 #[test]
 fn text_is_read_in_random_windows() {
     let files = Files::new();
-    let text: Vec<u8> = (0..=255).cycle().take(2000).collect();
+    let text: Vec<u8> = (32..=255).cycle().take(2000).collect();
     let data = open(&files.write("text.txt", &text));
     data.validate(256, 4).unwrap();
     let (inputs, targets) = batch(&data, AT);
@@ -210,6 +210,91 @@ fn folder_concatenates_its_text_files() {
         files.0.path().display()
     );
     assert_eq!(data.describe(), expected);
+}
+
+/// A README beside data that is not read is not the data.
+#[test]
+fn folder_of_other_data_is_an_error() {
+    let files = Files::new();
+    let dir = files.0.path().display().to_string();
+    let source = DataSource::at(files.0.path());
+    let error = |source: &DataSource| open_error(source).replace(&dir, "DIR");
+    fs::create_dir(files.0.path().join("data")).unwrap();
+    files.write("README.md", b"the data of a study");
+    files.write("data/train.parquet", b"PAR1\0\0");
+    assert_eq!(
+        error(&source),
+        "DIR: no data but README.md is text in this folder; left out of the data: data/train.parquet, 6 bytes (parquet); \
+         pass the file or the folder of the data, or README.md itself"
+    );
+
+    files.write("data/a.jsonl", b"{\"text\": \"a\"}");
+    assert_eq!(
+        error(&source),
+        "DIR: the only data here are files of examples (data/a.jsonl): pass one of them, or a folder of them alone, with --data"
+    );
+
+    files.write("notes.txt", b"notes");
+    files.write("weights.gz", b"\x1f\x8b\x08\0");
+    let data = open(files.0.path());
+    assert!(
+        data.describe().contains("3 text files (2 left out)"),
+        "{}",
+        data.describe()
+    );
+    assert_eq!(
+        data.notices(),
+        [
+            "left out of the data: data/train.parquet, 6 bytes (parquet)",
+            "left out of the data: weights.gz, 4 bytes (a gzip archive)",
+            "data/a.jsonl is read as text, with its JSON, as all files of the folder are; to train on its rows, pass the file",
+        ]
+    );
+    let tokenizer = Files::new();
+    let by_tokenizer = source.with_tokenizer(tokenizer.tokenizer());
+    assert_eq!(
+        Dataset::open(&by_tokenizer).unwrap().notices(),
+        data.notices()
+    );
+}
+
+/// The tokens behind the header, and not the header.
+#[test]
+fn header_of_a_token_file_is_not_trained() {
+    let files = Files::new();
+    let tokens: Vec<u8> = (1000_u16..1040).flat_map(u16::to_le_bytes).collect();
+    let mut llmc = vec![0_u8; 1024];
+    for (word, value) in [(0, 20240520_u32), (1, 1), (2, 40)] {
+        llmc[word * 4..word * 4 + 4].copy_from_slice(&value.to_le_bytes());
+    }
+    let text = "{'descr': '<u2', 'fortran_order': False, 'shape': (40,), }";
+    let numpy = [
+        b"\x93NUMPY\x01\0\x76\0",
+        format!("{text:<117}\n").as_bytes(),
+    ]
+    .concat();
+
+    let plain = open(&files.write("plain.bin", &tokens));
+    for (name, header, by) in [
+        ("llmc.bin", llmc, "u16 by the header of llm.c"),
+        ("numpy.bin", numpy, "u16 by the header of numpy"),
+    ] {
+        let path = files.write(name, &[&header[..], &tokens].concat());
+        let data = open(&path);
+        assert_eq!(data.len_tokens(), 40, "{name}");
+        assert_eq!(data.fingerprint(), plain.fingerprint(), "{name}");
+        assert_eq!(batch(&data, AT), batch(&plain, AT), "{name}");
+        let expected = format!("{}: 40 tokens, in order, {by}", path.display());
+        assert_eq!(data.describe(), expected);
+        assert!(matches!(
+            data.validate(1039, 4),
+            Err(DataError::OutsideVocabulary {
+                token: 1039,
+                position: 39,
+                ..
+            })
+        ));
+    }
 }
 
 #[test]
@@ -484,8 +569,11 @@ fn wide_token_file_is_read_in_order() {
         error.contains("token 128019 at position 19 is outside"),
         "{error}"
     );
-    // Not tokens at all.
-    let data = open(&files.write("text.u32.bin", &[0xff; 40]));
+    // No token of any vocabulary.
+    let data = open(&files.write(
+        "large.u32.bin",
+        &[[0xff; 4], [5, 0, 0, 0], [6, 0, 0, 0]].concat().repeat(4),
+    ));
     let error = data.validate(256, 4).unwrap_err().to_string();
     assert!(
         error.contains("token 4294967295 at position 0 is outside"),

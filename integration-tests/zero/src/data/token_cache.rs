@@ -22,6 +22,7 @@ use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 
 use super::DataError;
 use super::corpus::Corpus;
+use super::token_format::TokenFormat;
 use super::tokenize::stream::BatchTokens;
 use super::tokenize::{DocumentEnds, TextTokenizer, tokenizer_checksum};
 use super::tokens::Tokens;
@@ -221,7 +222,7 @@ impl<'a> Entry<'a> {
             return None;
         }
         let path = self.path("u32.bin");
-        let tokens = Tokens::open(&path).ok()?;
+        let tokens = open_tokens(&path).ok()?;
         let is_whole = tokens.len() == description.tokens
             && hexadecimal(tokens.checksum().ok()?) == description.checksum;
         if !is_whole {
@@ -286,7 +287,7 @@ impl<'a> Entry<'a> {
         };
         self.describe(&description)?;
         Ok(Tokenized {
-            tokens: Tokens::open(&path)?,
+            tokens: open_tokens(&path)?,
             files: description.files,
             notice: Some(format!(
                 "tokens kept in {} for the next run; --no-token-cache keeps none",
@@ -312,6 +313,15 @@ impl<'a> Entry<'a> {
             .map_err(|error| error.error)?;
         Ok(())
     }
+}
+
+fn open_tokens(path: &Path) -> Result<Tokens, DataError> {
+    let opened = files::open(path).map_err(|source| DataError::Read {
+        path: path.to_owned(),
+        source,
+    });
+    let (_, bytes) = opened?;
+    Tokens::open(path, TokenFormat::by_name(path, bytes)?)
 }
 
 /// Removes what killed processes left in `folder`: files whose name is that of a leftover, whose

@@ -9,6 +9,7 @@ use crc_fast::{CrcAlgorithm, Digest};
 use zero_ckpt::files;
 
 use super::DataError;
+use super::token_format::TokenFormat;
 
 /// Bytes of a file that are read at a time.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -23,8 +24,7 @@ pub(super) enum Tokens {
     File {
         path: PathBuf,
         file: File,
-        len_tokens: u64,
-        width: Width,
+        format: TokenFormat,
     },
     /// Text, one token per byte.
     Bytes(Vec<u8>),
@@ -42,17 +42,7 @@ pub(super) enum Width {
 }
 
 impl Width {
-    /// The width that the name of a file says.
-    fn of(path: &Path) -> Self {
-        let name = path.file_name().unwrap_or_default();
-        if name.as_encoded_bytes().ends_with(b".u32.bin") {
-            Self::Four
-        } else {
-            Self::Two
-        }
-    }
-
-    fn bytes(self) -> u64 {
+    pub(super) fn bytes(self) -> u64 {
         match self {
             Self::Two => 2,
             Self::Four => 4,
@@ -60,7 +50,7 @@ impl Width {
     }
 
     /// Calls `f` with the index and the value of each token in `bytes` until it returns true.
-    fn each(self, bytes: &[u8], mut f: impl FnMut(usize, u32) -> bool) -> bool {
+    pub(super) fn each(self, bytes: &[u8], mut f: impl FnMut(usize, u32) -> bool) -> bool {
         match self {
             Self::Two => {
                 let mut tokens = bytes.as_chunks().0.iter().enumerate();
@@ -83,40 +73,22 @@ pub(super) struct TokenStats {
 }
 
 impl Tokens {
-    /// Opens a file of little-endian tokens, of u32 if its name ends in `.u32.bin`, or else of u16.
-    pub(super) fn open(path: &Path) -> Result<Self, DataError> {
-        let read = |source| DataError::Read {
+    /// Opens a file of tokens.
+    pub(super) fn open(path: &Path, format: TokenFormat) -> Result<Self, DataError> {
+        let (file, _) = files::open(path).map_err(|source| DataError::Read {
             path: path.to_owned(),
             source,
-        };
-
-        let (file, bytes) = files::open(path).map_err(read)?;
-        if bytes == 0 {
-            return Err(DataError::Empty {
-                path: path.to_owned(),
-            });
-        }
-
-        let width = Width::of(path);
-        if !bytes.is_multiple_of(width.bytes()) {
-            return Err(DataError::OddLength {
-                path: path.to_owned(),
-                bytes,
-                width: width.bytes(),
-            });
-        }
-
+        })?;
         Ok(Self::File {
             path: path.to_owned(),
             file,
-            len_tokens: bytes / width.bytes(),
-            width,
+            format,
         })
     }
 
     pub(super) fn len(&self) -> u64 {
         match self {
-            Self::File { len_tokens, .. } => *len_tokens,
+            Self::File { format, .. } => format.len_tokens,
             Self::Bytes(bytes) => bytes.len() as u64,
             Self::Ids(ids) => ids.len() as u64,
         }
@@ -125,11 +97,10 @@ impl Tokens {
     /// Reads the tokens from `start` into `out`; the range must be valid.
     pub(super) fn read(&self, start: u64, out: &mut [u32]) -> Result<(), DataError> {
         match self {
-            Self::File {
-                path, file, width, ..
-            } => {
+            Self::File { path, file, format } => {
+                let width = format.width;
                 let mut bytes = vec![0; out.len() * width.bytes() as usize];
-                file.read_exact_at(&mut bytes, start * width.bytes())
+                file.read_exact_at(&mut bytes, format.position(start))
                     .map_err(|source| DataError::Read {
                         path: path.clone(),
                         source,
@@ -176,9 +147,9 @@ impl Tokens {
                 crc.update(&id.to_le_bytes());
                 count(*id);
             }),
-            Self::File { width, .. } => self.each_chunk(range, |_, bytes| {
+            Self::File { format, .. } => self.each_chunk(range, |_, bytes| {
                 crc.update(bytes);
-                width.each(bytes, |_, token| {
+                format.width.each(bytes, |_, token| {
                     count(token);
                     false
                 })
@@ -221,8 +192,8 @@ impl Tokens {
                 let mut tokens = index(&range).map(|i| (ids[i], i as u64));
                 found = tokens.find(|(token, _)| *token >= bound);
             }
-            Self::File { width, .. } => self.each_chunk(range, |start, bytes| {
-                width.each(bytes, |i, token| {
+            Self::File { format, .. } => self.each_chunk(range, |start, bytes| {
+                format.width.each(bytes, |i, token| {
                     if token >= bound {
                         found = Some((token, start + i as u64));
                     }
@@ -241,22 +212,21 @@ impl Tokens {
         range: Range<u64>,
         mut f: impl FnMut(u64, &[u8]) -> bool,
     ) -> Result<(), DataError> {
-        let Self::File {
-            path, file, width, ..
-        } = self
-        else {
+        let Self::File { path, file, format } = self else {
             return Ok(());
         };
+        let width = format.width.bytes();
         let mut buffer = vec![0; CHUNK_BYTES];
-        let (mut done, end) = (range.start * width.bytes(), range.end * width.bytes());
+        let mut done = range.start * width;
+        let end = range.end * width;
         while done < end {
             let n = CHUNK_BYTES.min((end - done) as usize);
-            file.read_exact_at(&mut buffer[..n], done)
+            file.read_exact_at(&mut buffer[..n], format.position(0) + done)
                 .map_err(|source| DataError::Read {
                     path: path.clone(),
                     source,
                 })?;
-            if f(done / width.bytes(), &buffer[..n]) {
+            if f(done / width, &buffer[..n]) {
                 break;
             }
             done += n as u64;

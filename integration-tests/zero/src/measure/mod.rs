@@ -100,9 +100,7 @@ pub(crate) fn processors(on_host: bool) -> Result<String, CliError> {
 /// # Errors
 /// The file is no machine file, or something cannot be measured.
 pub(crate) fn kept_in(path: &Path, on_host: bool) -> Result<Machine, CliError> {
-    check_out(path)?;
-    if let Ok(text) = files::read_text(path, SMALL_FILE_BYTES)
-        && let Ok(machine) = Machine::parse(&text, &path.display().to_string())
+    if let Some(machine) = check_out(path)?
         && machine.cores.is_some() == on_host
     {
         let here = processors(on_host)?;
@@ -156,7 +154,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// Refuses a file that is no machine file.
-fn check_out(path: &Path) -> Result<(), CliError> {
+fn check_out(path: &Path) -> Result<Option<Machine>, CliError> {
     let shown = path.display();
     let end = path.extension().and_then(|end| end.to_str());
     if !matches!(end, Some("toml" | "json")) {
@@ -165,9 +163,9 @@ fn check_out(path: &Path) -> Result<(), CliError> {
         )));
     }
     match files::read_text_if_present(path, SMALL_FILE_BYTES) {
-        Ok(None) => Ok(()),
+        Ok(None) => Ok(None),
         Ok(Some(text)) => Machine::parse(&text, &shown.to_string())
-            .map(drop)
+            .map(Some)
             .map_err(|error| {
                 CliError::Usage(format!(
                     "{shown} exists and is no machine file, which would be replaced: choose another name \

@@ -12,7 +12,7 @@ use zero_shard::{
 use super::args::{Architecture, PlanArgs};
 use crate::config::{DsConfig, ZeroOptimization};
 use crate::error::CliError;
-use crate::flags::{check_positive, check_seq_len, find_model};
+use crate::flags::{check_positive, check_seq_len, find_config};
 use crate::settings::args::{Collectives, TrainArgs};
 use crate::settings::collectives;
 use crate::settings::mesh::{self, COLLECTIVES};
@@ -126,9 +126,11 @@ impl Request {
             ("--bucket-elems", args.bucket_elems),
         ])?;
 
-        let (model, positions) = model(args, &mut notices)?;
-        let seq_len = args.seq_len.unwrap_or(positions.unwrap_or(1024));
-        check_seq_len(seq_len, positions)?;
+        let model = model(args, &mut notices)?;
+        let config = model.config.as_ref();
+        let positions = config.map_or(1024, |config| config.max_positions() as u64);
+        let seq_len = args.seq_len.unwrap_or(positions);
+        check_seq_len(seq_len, config)?;
         let zero = file.as_ref().map(|f| f.zero_for(model.shape.hidden));
         let zero = zero.as_ref();
         let mesh = mesh(args, file.as_deref(), zero)?;
@@ -594,25 +596,16 @@ fn configured_dtype(file: &DsConfig) -> DType {
         .unwrap_or(if is_auto { DType::Bf16 } else { DType::F32 })
 }
 
-/// The model, and its number of positions if that is known.
-fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<(ModelSize, Option<u64>), CliError> {
+/// The model.
+fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<ModelSize, CliError> {
     match (&args.model, args.params) {
         (Some(name), _) => {
-            let (config, _) = find_model(name, notices)?;
+            let config = find_config(name, notices)?;
             config.validate().map_err(CliError::usage)?;
-            Ok((
-                ModelSize::of(name, &config),
-                Some(config.max_positions() as u64),
-            ))
+            Ok(ModelSize::of(name, &config))
         }
-        (None, Some(params)) => Ok((ModelSize::with_about(params), None)),
-        (None, None) => {
-            let config = shape(args)?;
-            Ok((
-                ModelSize::of("gpt2", &config),
-                Some(config.max_positions() as u64),
-            ))
-        }
+        (None, Some(params)) => Ok(ModelSize::with_about(params)),
+        (None, None) => Ok(ModelSize::of("gpt2", &shape(args)?)),
     }
 }
 

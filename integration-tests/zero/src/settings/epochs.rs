@@ -55,7 +55,6 @@ pub(crate) fn row_options(
         seq_len,
         pack,
         by_epochs,
-        text: pack || by_epochs,
         encoder: EncoderSource {
             tokenizer,
             folder: folder
@@ -159,7 +158,9 @@ pub(crate) fn steps(
             );
         }
         (Some(_), None) => None,
-        (None, None) if from.recorded.is_none() && data.is_examples() => Some(DEFAULT_EPOCHS),
+        (None, None) if from.recorded.is_none() && data.example_rows().is_some() => {
+            Some(DEFAULT_EPOCHS)
+        }
         (None, _) => sources.value(&EPOCHS),
     };
     let Some((epochs, of_epoch)) = epochs.zip(course.pace.steps_of_epoch()) else {

@@ -6,6 +6,7 @@ use std::hash::{BuildHasher, RandomState};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use zero_ckpt::Reader;
 use zero_optim::OptimizerConfig;
 use zero_trainer::OffloadSettings;
 use zero_trainer::param_groups::GroupSettings;
@@ -20,6 +21,7 @@ use super::samples::SampleRecord;
 use super::saving::SavingRecord;
 use super::validation::ValidationRecord;
 use crate::data::place::Place;
+use crate::error::CliError;
 use crate::flags::DTypeFlag;
 
 /// The name of the document.
@@ -213,6 +215,18 @@ impl RunRecord {
             .chain(&self.resumed_runs)
             .map(String::as_str)
             .collect()
+    }
+
+    /// The settings in a checkpoint; `None` if an older version saved it.
+    ///
+    /// # Errors
+    /// They cannot be read.
+    pub(crate) fn of(checkpoint: &Reader) -> Result<Option<Self>, CliError> {
+        let document = checkpoint.document(RUN_JSON).map_err(CliError::usage)?;
+        document.map(Self::parse).transpose().map_err(|error| {
+            let path = checkpoint.path().display();
+            CliError::Usage(format!("{path}: invalid {RUN_JSON}: {error}"))
+        })
     }
 
     /// Parses the document of a checkpoint.

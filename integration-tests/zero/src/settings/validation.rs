@@ -99,7 +99,7 @@ pub(crate) fn open(
                 ..source.clone()
             };
             let training = TrainingData::open(source, rows).map_err(CliError::usage)?;
-            let rows = rows.for_validation(training.is_examples());
+            let rows = rows.for_validation();
             let validation = TrainingData::open(&other, &rows)
                 .map_err(|e| CliError::Usage(format!("--val-data {}: {e}", path.display())))?;
             (training, validation)

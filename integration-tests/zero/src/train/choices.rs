@@ -7,15 +7,16 @@ use std::thread;
 
 use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
+use zero_models::hf::tokenizer_files::tokenizer_of_kept;
 use zero_shard::Layout;
 use zero_trainer::SHARD_ALIGN_ELEMS;
 
 use super::resume::Resumed;
 use crate::data::examples::RowOptions;
+use crate::data::kind::has_tokens;
 use crate::data::place::Place;
 use crate::data::{
-    DataSource, FolderFiles, TrainingData, check_tokenizer, default_token_cache, is_token_file,
-    tokenizer_checksum,
+    DataSource, FolderFiles, TrainingData, check_tokenizer, default_token_cache, tokenizer_checksum,
 };
 use crate::error::CliError;
 use crate::flags::find_model;
@@ -151,19 +152,20 @@ impl ChosenData {
     pub(crate) fn open(
         from: &RunSources<'_>,
         model: &ChosenModel,
+        kept: Option<&Path>,
         seq_len: usize,
         notices: &mut Vec<String>,
     ) -> Result<Self, CliError> {
         let args = from.args;
         let folder = model.folder.as_ref();
-        let source = data_source(args, from.recorded, folder)?;
+        let source = data_source(args, from.recorded, folder, kept)?;
         let tokenizer = source.tokenizer.clone();
+        let companions = folder.map_or(kept, HfFolder::companions);
         if let Some(tokenizer) = &tokenizer {
-            let folder = folder.map(HfFolder::path);
-            let found = check_tokenizer(tokenizer, folder, model.config.vocab_size());
+            let found = check_tokenizer(tokenizer, companions, model.config.vocab_size());
             notices.extend(found.map_err(CliError::usage)?);
         }
-        let rows = epochs::row_options(from, seq_len, tokenizer, folder.map(HfFolder::path));
+        let rows = epochs::row_options(from, seq_len, tokenizer, companions);
         let (training, held_out) = validation::open(args, &source, &rows)?;
         notices.extend(validation::notices(&training, held_out.as_ref()));
         Ok(Self {
@@ -190,8 +192,7 @@ impl ChosenData {
 
     /// Whether rows are consecutive tokens, as those of a file of tokens.
     pub(crate) fn in_order(&self) -> bool {
-        let path = self.source.path.as_deref();
-        path.is_some_and(|path| path.is_file() && is_token_file(path))
+        self.training.is_in_order()
     }
 
     /// The tokenizer of the run's text, or that of the model's folder.
@@ -224,15 +225,12 @@ impl ChosenData {
 
 /// Checks that `--data` and `--tokenizer` exist and go together.
 fn check_paths(args: &TrainArgs) -> Result<(), CliError> {
-    let is_tokens = args
-        .data
-        .as_ref()
-        .is_some_and(|path| path.is_file() && is_token_file(path))
-        && args
-            .val_data
-            .as_ref()
-            .is_none_or(|path| is_token_file(path));
-
+    let has_tokens = |path: &Option<PathBuf>| match path {
+        Some(path) => has_tokens(path).map(Some).map_err(CliError::usage),
+        None => Ok(None),
+    };
+    let is_tokens =
+        has_tokens(&args.data)? == Some(true) && has_tokens(&args.val_data)? != Some(false);
     if let Some(tokenizer) = args.tokenizer.as_ref().filter(|_| is_tokens) {
         return Err(CliError::Usage(format!(
             "--tokenizer {}: --data is a file of tokens, which needs none; remove --tokenizer",
@@ -253,10 +251,12 @@ fn check_paths(args: &TrainArgs) -> Result<(), CliError> {
 }
 
 /// The data of the run: that of the flag, of the resumed run, or the text in the current folder.
+/// `kept` is the folder with the files of the resumed model.
 fn data_source(
     args: &TrainArgs,
     recorded: Option<&RunRecord>,
     folder: Option<&HfFolder>,
+    kept: Option<&Path>,
 ) -> Result<DataSource, CliError> {
     check_paths(args)?;
     let own = folder.map_or(Ok(None), HfFolder::tokenizer);
@@ -285,8 +285,12 @@ fn data_source(
         }
     };
 
-    let tokenizer = match (tokenizer, &recorded.tokenizer) {
-        (None, Some(recorded)) if !path.as_deref().is_some_and(is_token_file) => {
+    let of_kept = kept.map_or(Ok(None), tokenizer_of_kept);
+    let of_kept = of_kept.map_err(CliError::usage)?;
+    let needs_none = path.as_deref().map_or(Ok(false), has_tokens);
+    let needs_none = needs_none.map_err(CliError::usage)?;
+    let tokenizer = match (tokenizer.or(of_kept), &recorded.tokenizer) {
+        (None, Some(recorded)) if !needs_none => {
             if !Path::new(recorded).exists() {
                 return Err(CliError::Usage(format!(
                     "{recorded}: the tokenizer of the resumed run does not exist; pass its new path with --tokenizer"

@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use super::figures::StepFigures;
 use super::line_file::{self, Line, Lines};
+use crate::error::CliError;
 use crate::settings::record::TimedRecord;
 use zero_trainer::StepMetrics;
 
@@ -138,22 +139,25 @@ pub(crate) fn measured_steps(text: &str) -> Result<Vec<MeasuredSteps>, String> {
     Ok(runs)
 }
 
-/// The steps up to `last` of a metrics file, in order; none if it cannot be read.
-pub(crate) fn steps_until(path: &Path, last: u64) -> Vec<StepMetrics> {
-    let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
-    let text = if is_file {
-        fs::read(path).unwrap_or_default()
-    } else {
-        Vec::new()
+/// The steps up to `last` of a metrics file, in order; none of what is no file, such as a pipe.
+///
+/// # Errors
+/// The file cannot be read, or is no metrics file.
+pub(crate) fn steps_until(path: &Path, last: u64) -> Result<Vec<StepMetrics>, CliError> {
+    let failed = |why: String| CliError::Usage(format!("--metrics {}: {why}", path.display()));
+    let text = match path.metadata() {
+        Ok(metadata) if metadata.is_file() => fs::read(path),
+        _ => Ok(Vec::new()),
     };
-    let lines = line_file::parse::<MetricsLines>(&text).unwrap_or_default();
+    let text = text.map_err(|e| failed(format!("failed to read the file: {e}")))?;
+    let lines = line_file::parse::<MetricsLines>(&text).map_err(failed)?;
     let texts = lines
         .into_iter()
         .filter(|(line, _)| line.step <= last)
         .map(|(_, text)| text);
     let mut steps: Vec<StepMetrics> = texts.filter_map(parse_step).collect();
     steps.sort_by_key(|step| step.step);
-    steps
+    Ok(steps)
 }
 
 /// The metrics of a line, in which a loss that is not finite is null.

@@ -21,6 +21,7 @@ use super::{loss_curve, memory_picture};
 use crate::error::CliError;
 use crate::memory::limits::resident_peak_bytes;
 use crate::output::{print_note, print_text, progress_bar, show_progress};
+use crate::paths::replace;
 use crate::settings::args::Output;
 use crate::settings::record::RUN_JSON;
 use crate::settings::record::TimedRecord;
@@ -71,7 +72,7 @@ impl Observer {
             rates,
             has_breakdown,
             seen: Vec::new(),
-            earlier: earlier_steps(setup),
+            earlier: earlier_steps(setup)?,
         })
     }
 
@@ -203,7 +204,7 @@ impl Observer {
         let failed = |path: &Path, e: io::Error| {
             CliError::Failure(format!("failed to write {}: {e}", path.display()))
         };
-        report_folder::move_aside(dir, setup.first_step).map_err(|e| failed(dir, e))?;
+        report_folder::move_aside(dir, setup.first_step)?;
         let files = [
             ("summary.txt", table.to_owned()),
             (SUMMARY, format!("{summary:#}\n")),
@@ -221,7 +222,8 @@ impl Observer {
 
         for (name, text) in files.into_iter().chain(memory) {
             let path = dir.join(name);
-            fs::write(&path, text).map_err(|e| failed(&path, e))?;
+            // Whole: a run that resumes after a kill reads it.
+            replace(&path, text.as_bytes()).map_err(|e| failed(&path, e))?;
         }
 
         Ok(())
@@ -350,16 +352,19 @@ fn besides(setup: &RunSetup, ranks: &[RankSummary]) -> Besides {
 
 /// For a report of the whole run, the steps before the first one: those in the metrics file or,
 /// without one, those in the report that this run continues.
-fn earlier_steps(setup: &RunSetup) -> Vec<StepMetrics> {
+///
+/// # Errors
+/// They cannot be read.
+fn earlier_steps(setup: &RunSetup) -> Result<Vec<StepMetrics>, CliError> {
     let Some(report) = setup.report.as_ref().filter(|_| setup.first_step > 0) else {
-        return Vec::new();
+        return Ok(Vec::new());
     };
-    match &setup.metrics {
-        Some(path) => metrics_file::steps_until(path, setup.first_step),
-        None => reported_steps(report)
-            .filter(|step| step.step <= setup.first_step)
-            .collect(),
+    if let Some(path) = &setup.metrics {
+        return metrics_file::steps_until(path, setup.first_step);
     }
+    let mut steps = reported_steps(report)?;
+    steps.retain(|step| step.step <= setup.first_step);
+    Ok(steps)
 }
 
 /// The peak of rank 0's memory in its last step: its moment and its holders.

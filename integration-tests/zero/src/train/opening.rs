@@ -76,8 +76,12 @@ fn data(lines: &mut Lines, setup: &RunSetup) {
         Some(path) => format!(" by {path}"),
         None => String::new(),
     };
-    let data = setup.workload.data.describe();
-    lines.add("data", &format!("{data}{tokenizer}"));
+    let data = &setup.workload.data;
+    let first = match data.first_trained() {
+        Some(text) => format!("; first: {text}"),
+        None => String::new(),
+    };
+    lines.add("data", &format!("{}{tokenizer}{first}", data.describe()));
     if let Some(options) = &setup.options.validation {
         let text = validation::describe(options, setup.options.seq_len);
         lines.add("validation", &text);

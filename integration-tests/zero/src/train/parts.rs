@@ -1,8 +1,9 @@
 //! The parts of a run: model, data, settings, outputs.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use zero_ckpt::ModelFiles;
 use zero_models::ModelOptions;
 use zero_models::hf::companions;
 use zero_optim::RankSettings;
@@ -17,6 +18,7 @@ use crate::config::{Batch, DsConfig};
 use crate::data::place::Place;
 use crate::error::CliError;
 use crate::flags::check_seq_len;
+use crate::model_files;
 use crate::paths::absolute;
 use crate::plan;
 use crate::settings::activations::{
@@ -69,6 +71,8 @@ pub(crate) struct Parts<'a> {
     pub(crate) saves_to: Option<PathBuf>,
     pub(crate) validation: Option<(ValidationOptions, ValidationRecord)>,
     pub(crate) samples: Option<Samples>,
+    /// Files to keep beside the checkpoints.
+    pub(crate) model_files: Option<ModelFiles>,
     /// The id of the run, and of those that it resumes.
     pub(crate) ids: (String, Vec<String>),
 }
@@ -91,7 +95,8 @@ impl<'a> Parts<'a> {
         let batches = ranks / shares.ranks_of_batch();
         let model = ChosenModel::find(args, resumed, ranks, shares.tensor, notices)?;
         let sizes = Sizes::new(&from, &model, batches)?;
-        let mut data = ChosenData::open(&from, &model, sizes.seq_len, notices)?;
+        let kept = resumed.and_then(|resumed| resumed.kept.as_deref());
+        let mut data = ChosenData::open(&from, &model, kept, sizes.seq_len, notices)?;
         sizes.check_data(args, &model, &data)?;
         let rows_of_step = sizes.batch.train_batch_size;
         let course = Course::new(&from, &data.training, rows_of_step, sizes.seq_len);
@@ -129,6 +134,10 @@ impl<'a> Parts<'a> {
         let rows = sizes.rows(batches);
         let validation = validation::options(args, data.held_out.clone(), rows, from.steps())?;
         let samples = samples(args, resumed, &model, &data)?;
+        let model_files = match saves_to {
+            Some(_) => Some(files_to_keep(resumed, &model, &data)?),
+            None => None,
+        };
         let ids = match resumed {
             Some(resumed) => resumed.run_ids(saves_to.as_deref()),
             None => (new_run_id(), Vec::new()),
@@ -151,6 +160,7 @@ impl<'a> Parts<'a> {
             saves_to,
             validation,
             samples,
+            model_files,
             ids,
         })
     }
@@ -227,6 +237,21 @@ impl<'a> Parts<'a> {
     }
 }
 
+/// The files of the model that the run keeps beside its checkpoints.
+fn files_to_keep(
+    resumed: Option<&Resumed>,
+    model: &ChosenModel,
+    data: &ChosenData,
+) -> Result<ModelFiles, CliError> {
+    let folder = model.folder.as_ref();
+    let companions = match folder {
+        Some(folder) => folder.companions().map(Path::to_owned),
+        None => resumed.and_then(Resumed::companions),
+    };
+    let tokenizer = data.tokenizer(folder)?;
+    model_files::to_keep(companions.as_deref(), tokenizer.as_deref())
+}
+
 /// The samples of the run, with the end tokens of the folder that its weights came from.
 fn samples(
     args: &TrainArgs,
@@ -236,9 +261,9 @@ fn samples(
 ) -> Result<Option<Samples>, CliError> {
     let folder = model.folder.as_ref();
     let tokenizer = data.tokenizer(folder)?;
-    let ends = match (folder, resumed.and_then(|resumed| resumed.record.as_ref())) {
+    let ends = match (folder, resumed.and_then(Resumed::companions)) {
         (Some(folder), _) => folder.end_tokens(),
-        (None, Some(run)) => companions::end_tokens_in(run.model.weights.as_ref()),
+        (None, Some(dir)) => companions::end_tokens_in(&dir),
         (None, None) => Ok(Vec::new()),
     };
     let ends = ends.map_err(CliError::usage)?;
@@ -319,7 +344,7 @@ impl Sizes {
         let from_batch = from.without_sizes().part(|run| &run.batch);
         let batch = batch::resolve(&from_batch, batches)?;
         let seq_len = batch::seq_len(&from_batch, config.max_positions());
-        check_seq_len(seq_len as u64, Some(config.max_positions() as u64))?;
+        check_seq_len(seq_len as u64, Some(config))?;
         Ok(Self { batch, seq_len })
     }
 

@@ -1,7 +1,8 @@
 //! The folder of `--report`: whose report it holds, and who may replace it.
 
+use std::fmt;
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::{fs, io};
 
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_ckpt::has_checkpoints;
@@ -15,42 +16,55 @@ use crate::settings::record::RUN_JSON;
 /// The figures of a report.
 pub(super) const SUMMARY: &str = "summary.json";
 
-/// The steps of the report in `dir`.
-pub(crate) fn reported_steps(dir: &Path) -> impl Iterator<Item = StepMetrics> {
+/// The steps of the report in `dir`; none if there is no report.
+///
+/// # Errors
+/// The figures of the report cannot be read.
+pub(crate) fn reported_steps(dir: &Path) -> Result<Vec<StepMetrics>, CliError> {
     let path = dir.join(SUMMARY);
-    let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file());
-    let summary = if is_file {
-        fs::read(path).unwrap_or_default()
-    } else {
-        Vec::new()
+    let failed = |why: String| {
+        CliError::Usage(format!(
+            "{}: not the figures of a report: {why}; remove the file, or name another folder with --report",
+            path.display()
+        ))
     };
-    let mut summary: serde_json::Value = serde_json::from_slice(&summary).unwrap_or_default();
-    let steps = summary
-        .get_mut("steps")
-        .and_then(|steps| steps.as_array_mut())
-        .map(std::mem::take);
-    steps
-        .unwrap_or_default()
+    let summary = files::read_if_present(&path, u64::MAX).map_err(|e| failed(e.to_string()))?;
+    let Some(summary) = summary else {
+        return Ok(Vec::new());
+    };
+
+    let mut summary: serde_json::Value =
+        serde_json::from_slice(&summary).map_err(|e| failed(e.to_string()))?;
+    let steps = summary["steps"].as_array_mut().map(std::mem::take);
+    let steps = steps.ok_or_else(|| failed("it has no `steps`".to_owned()))?;
+    let steps = steps
         .into_iter()
-        .filter_map(|step| metrics_file::parse_step(&step.to_string()))
+        .filter_map(|step| metrics_file::parse_step(&step.to_string()));
+    Ok(steps.collect())
 }
 
 /// The place of the figures of a report that has steps after `step`, when a run resumed there
 /// replaces it; `None` if it has none.
-pub(crate) fn aside(dir: &Path, step: u64) -> Option<PathBuf> {
-    let has_later = reported_steps(dir).any(|reported| reported.step > step);
-    has_later.then(|| aside::path(&dir.join(SUMMARY), step))
+///
+/// # Errors
+/// As [`reported_steps`].
+pub(crate) fn aside(dir: &Path, step: u64) -> Result<Option<PathBuf>, CliError> {
+    let steps = reported_steps(dir)?;
+    let has_later = steps.iter().any(|reported| reported.step > step);
+    Ok(has_later.then(|| aside::path(&dir.join(SUMMARY), step)))
 }
 
 /// Moves the figures of a report with steps after `step` aside.
 ///
 /// # Errors
-/// A failed rename.
-pub(crate) fn move_aside(dir: &Path, step: u64) -> io::Result<()> {
-    match aside(dir, step) {
-        Some(aside) => fs::rename(dir.join(SUMMARY), aside),
-        None => Ok(()),
-    }
+/// As [`reported_steps`], or a failed rename.
+pub(crate) fn move_aside(dir: &Path, step: u64) -> Result<(), CliError> {
+    let Some(aside) = aside(dir, step)? else {
+        return Ok(());
+    };
+    let summary = dir.join(SUMMARY);
+    fs::rename(&summary, aside)
+        .map_err(|e| CliError::Failure(format!("failed to rename {}: {e}", summary.display())))
 }
 
 /// Checks that a resumed run may replace the report in `dir` that its record names, and no flag:
@@ -67,17 +81,24 @@ pub(crate) fn check_recorded(dir: &Path, runs: &[&str]) -> Result<(), String> {
     if is_link(dir) || FILES.iter().any(|name| is_link(&dir.join(name))) {
         return Err("links are there now".to_owned());
     }
-    if !report_run(dir).is_some_and(|run| runs.contains(&run.as_str())) {
-        return Err("no report of it is there now".to_owned());
+    match report_run(dir)? {
+        Some(run) if runs.contains(&run.as_str()) => Ok(()),
+        _ => Err("no report of it is there now".to_owned()),
     }
-    Ok(())
 }
 
 /// The run whose report is in `dir`.
-fn report_run(dir: &Path) -> Option<String> {
-    let record: serde_json::Value =
-        serde_json::from_slice(&files::read(&dir.join(RUN_JSON), SMALL_FILE_BYTES).ok()?).ok()?;
-    record["run"].as_str().map(str::to_owned)
+///
+/// # Errors
+/// Its settings cannot be read.
+fn report_run(dir: &Path) -> Result<Option<String>, String> {
+    let failed = |e: &dyn fmt::Display| format!("its {RUN_JSON} cannot be read: {e}");
+    let record = files::read_if_present(&dir.join(RUN_JSON), SMALL_FILE_BYTES);
+    let Some(record) = record.map_err(|e| failed(&e))? else {
+        return Ok(None);
+    };
+    let record: serde_json::Value = serde_json::from_slice(&record).map_err(|e| failed(&e))?;
+    Ok(record["run"].as_str().map(str::to_owned))
 }
 
 /// The files of a report.
@@ -107,7 +128,10 @@ pub(crate) fn check(dir: &Path, checkpoints: Option<&Path>, runs: &[&str]) -> Re
     let Some(file) = FILES.iter().find(|name| dir.join(name).exists()) else {
         return Ok(());
     };
-    match report_run(dir) {
+    let run = report_run(dir).map_err(|why| {
+        CliError::Usage(format!("--report {dir_name}: {why}; name another folder"))
+    })?;
+    match run {
         Some(run) if runs.contains(&run.as_str()) => Ok(()),
         Some(run) => Err(CliError::Usage(format!(
             "--report {dir_name}: the folder holds the report of another run ({run}); name another folder"

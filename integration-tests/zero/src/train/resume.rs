@@ -27,12 +27,15 @@ use super::metrics_file::MetricsLines;
 use super::{event_files, line_file, report_folder};
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
+use crate::model_files::recorded_folder;
+use crate::paths::absolute;
 use crate::settings::args::Output;
 use crate::settings::args::{DeviceChoice, TrainArgs};
 use crate::settings::changes;
 use crate::settings::record::{PROGRAM, RUN_JSON, RunRecord, new_run_id};
 use crate::settings::row::Saved;
 use zero_models::ModelConfig;
+use zero_models::hf::kept_files;
 use zero_trainer::{Home, OffloadSettings, TrainerState};
 
 /// The environment variable in which the launcher passes the checkpoint to its ranks, as JSON.
@@ -65,6 +68,8 @@ pub(crate) struct Resumed {
     pub(crate) record: Option<RunRecord>,
     /// The model; `None` if the checkpoint has no `config.json`.
     pub(crate) config: Option<ModelConfig>,
+    /// The folder with the files of the model that are kept beside the checkpoint.
+    pub(crate) kept: Option<PathBuf>,
     /// Notes for the user, one line each.
     pub(crate) notices: Vec<String>,
 }
@@ -121,23 +126,20 @@ impl Resumed {
         let store_dir = reader.store_dir().map_err(CliError::usage)?;
         let path = reader.path().to_owned();
         let state = TrainerState::of(&reader).map_err(CliError::usage)?;
-        let invalid = |what: &str, e: String| {
-            CliError::Usage(format!("{}: invalid {what}: {e}", path.display()))
-        };
-        let record = reader
-            .document(RUN_JSON)
-            .map_err(CliError::usage)?
-            .map(RunRecord::parse)
-            .transpose();
-        let record = record.map_err(|e| invalid(RUN_JSON, e))?;
+        let record = RunRecord::of(&reader)?;
         let config = Some(&reader.manifest().model_config).filter(|config| !config.is_null());
         let config = config
             .map(|config| ModelConfig::from_hf_json(&config.to_string()))
             .transpose();
         let config = config
-            .map_err(|e| invalid("model configuration", e.to_string()))?
+            .map_err(|e| {
+                let path = path.display();
+                CliError::Usage(format!("{path}: invalid model configuration: {e}"))
+            })?
             .map(|(config, _)| config);
 
+        let (kept, missing) = kept_files(&reader).map_err(CliError::usage)?;
+        notices.extend(missing);
         if record.is_none() {
             notices.push(format!(
                 "{} has no {RUN_JSON} (an older version saved it): settings that no flag gives have their defaults",
@@ -151,8 +153,16 @@ impl Resumed {
             state,
             record,
             config,
+            kept,
             notices,
         })
+    }
+
+    /// The folder with the files of the model: the kept one or, of a run of an older version, the
+    /// folder that it started from.
+    pub(crate) fn companions(&self) -> Option<PathBuf> {
+        let recorded = || recorded_folder(self.record.as_ref()?);
+        self.kept.clone().or_else(recorded)
     }
 
     /// The environment variable with which ranks open this checkpoint.
@@ -208,6 +218,18 @@ impl Resumed {
         (new_run_id(), resumed_runs)
     }
 
+    /// `now` with the recorded path of the tokenizer, if it is the kept copy that the run reads.
+    fn with_recorded_tokenizer(&self, now: &RunRecord) -> RunRecord {
+        let mut compared = now.clone();
+        if let (Some(kept), Some(record)) = (&self.kept, &self.record)
+            && let Some(tokenizer) = &now.data.tokenizer
+            && Path::new(tokenizer).starts_with(absolute(kept))
+        {
+            compared.data.tokenizer.clone_from(&record.data.tokenizer);
+        }
+        compared
+    }
+
     /// Notes about the settings of `now` that differ from those of the run that saved the
     /// checkpoint.
     pub(crate) fn differences(&self, now: &RunRecord) -> Vec<String> {
@@ -226,10 +248,11 @@ impl Resumed {
             );
         }
 
+        let compared = self.with_recorded_tokenizer(now);
         let changed = self
             .record
             .as_ref()
-            .map(|record| changes::between(record, now))
+            .map(|record| changes::between(record, &compared))
             .unwrap_or_default();
         notices.extend(
             changed
@@ -433,7 +456,9 @@ impl Resumed {
                 .with_initializer_range(own.initializer_range())
                 .with_dropout_of(own);
             let (own, config): (serde_json::Value, _) = (json(own), json(&config));
-            changes::compare("", &own, &config, &|_| false, &mut differences);
+            // They matter to generation only, and older versions recorded others.
+            let skips = |key: &str| ["bos_token_id", "eos_token_id"].contains(&key);
+            changes::compare("", &own, &config, &skips, &mut differences);
         }
 
         if differences.is_empty() {

@@ -154,6 +154,7 @@ impl RunSetup {
             run_id,
             resumed_runs,
             documents: [(RUN_JSON.to_owned(), record.document())].into(),
+            model_files: parts.model_files,
             breakdown,
             log_memory: breakdown || args.report.is_some(),
         };
@@ -280,7 +281,7 @@ impl RunSetup {
                 .as_ref()
                 .map(|(dir, _)| dir.as_path());
             report_folder::check(dir, checkpoints, &self.options.runs())?;
-            if let Some(aside) = report_folder::aside(dir, self.first_step) {
+            if let Some(aside) = report_folder::aside(dir, self.first_step)? {
                 self.notices.push(format!(
                     "{}: figures of steps after {} to be moved to {}",
                     dir.display(),

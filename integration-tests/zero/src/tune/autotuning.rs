@@ -159,7 +159,7 @@ fn measurement(
     let (config, _) = find_model(&model, &mut Vec::new())?;
     let positions = config.max_positions();
     let seq_len = args.seq_len.unwrap_or(default_seq_len(positions)) as u64;
-    check_seq_len(seq_len, Some(positions as u64))?;
+    check_seq_len(seq_len, Some(&config))?;
     let of_file = file
         .dtype
         .and_then(|dtype| DTypeFlag::from_name(dtype.name()));

@@ -201,6 +201,150 @@ fn inspect_marks_what_is_trained() {
 }
 
 #[test]
+fn inspect_says_why() {
+    let dir = temp();
+    let inspect = |more: &[&str]| zero(dir.path(), &[&["data", "inspect"], more].concat());
+    fs::write(dir.path().join("a.txt"), "to be or not\n").unwrap();
+    let text = succeeds(&inspect(&[
+        "--data",
+        "a.txt",
+        "--seq-len",
+        "4",
+        "--rows",
+        "2",
+    ]));
+    let expected = "a.txt: text, 13 bytes, read as bytes\n\
+                    read as text: it is text, and its name is not that of rows (.jsonl, .json) or of tokens (.bin)\n\
+                    rows are trained at random places\n\
+                    [[text in double brackets]] is trained\n\n\
+                    row 0\n  tokens 0 to 4\n  text: t[[o be]]\n  tokens: 116 [[111 32 98 101]]\n\n\
+                    row 1\n  tokens 4 to 8\n  text: e[[ or ]]\n  tokens: 101 [[32 111 114 32]]\n";
+    assert_eq!(text, expected);
+
+    let tokens: Vec<u8> = (1000_u16..1010).flat_map(u16::to_le_bytes).collect();
+    fs::write(dir.path().join("a.bin"), tokens).unwrap();
+    let json = succeeds(&inspect(&["--data", "a.bin", "--json"]));
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["kind"], "tokens");
+    assert_eq!(json["why"], "u16 by its name");
+    assert_eq!(json["first_rows"][0][1]["tokens"][8], 1009, "a short row");
+
+    let tokenizer = oracle("tokenizer");
+    let folder = temp();
+    fs::write(folder.path().join("b.txt"), "The host.").unwrap();
+    let path = folder.path().display().to_string();
+    let text = succeeds(&inspect(&["--data", &path, "--tokenizer", &tokenizer]));
+    assert!(
+        text.contains("read as the text files of a folder: it is a folder"),
+        "{text}"
+    );
+    assert!(text.contains("text: The[[ host.\\n<|end|>]]"), "{text}");
+}
+
+/// `zero train`, its validation data and `zero data inspect` read the same, and refuse the same.
+#[test]
+fn data_is_what_it_is_said_to_be() {
+    let dir = temp();
+    let row = "{\"prompt\": \"a\", \"completion\": \" b\"}";
+    let alpaca = "{\"instruction\": \"add\", \"input\": \"\", \"output\": \"\\t2\"}";
+    for (name, content, expected) in [
+        (
+            "mark.jsonl",
+            format!("\u{feff}{row}\r\n"),
+            "(`prompt` and `completion`)",
+        ),
+        (
+            "nan.jsonl",
+            row.replace("{", "{\"x\": NaN, "),
+            "(`prompt` and `completion`)",
+        ),
+        (
+            "list.json",
+            format!("[\n{row},\n{row}\n]"),
+            "2 examples (`prompt` and `completion`)",
+        ),
+        (
+            "alpaca.jsonl",
+            alpaca.to_owned(),
+            "1 example (`instruction` and `output`)",
+        ),
+        (
+            "text.jsonl",
+            "{\"text\": \"a b\"}".to_owned(),
+            "1 example (`text`)",
+        ),
+    ] {
+        fs::write(dir.path().join(name), content).unwrap();
+        let args = [
+            "train",
+            "--data",
+            name,
+            "--steps",
+            "1",
+            "--no-checkpoint",
+            "--ranks",
+            "1",
+        ];
+        let out = succeeds(&zero(
+            dir.path(),
+            &[&args[..], &["--seq-len", "192"]].concat(),
+        ));
+        let data = out.lines().find(|line| line.starts_with("data: ")).unwrap();
+        assert!(data.contains(expected), "{data}");
+        let first = match name {
+            "alpaca.jsonl" => "; first: \"\\t2\"",
+            _ => "; first: \" b\"",
+        };
+        assert!(data.ends_with(first), "{data}");
+    }
+
+    fs::write(dir.path().join("text.txt"), "to be or not ".repeat(99)).unwrap();
+    let refused: [(&str, &[u8], &str); 5] = [
+        (
+            "keys.jsonl",
+            b"{\"question\": \"a\", \"answer\": \"b\"}\n",
+            "it has the keys `question`, `answer`, and must have",
+        ),
+        (
+            "comment.jsonl",
+            b"# a comment\n{}\n",
+            "comment.jsonl, line 1: a comment",
+        ),
+        (
+            "packed.jsonl.gz",
+            b"\x1f\x8b\x08\0\0",
+            "packed.jsonl.gz: a gzip archive, which is not read as data; unpack it",
+        ),
+        (
+            "wide.bin",
+            &[7, 1, 0, 0].repeat(20),
+            "wide.bin: read as u16, every second token is 0",
+        ),
+        (
+            "rows.txt",
+            row.as_bytes(),
+            "rows.txt: rows of JSON with `prompt` and `completion`",
+        ),
+    ];
+    for (name, content, expected) in refused {
+        fs::write(dir.path().join(name), content).unwrap();
+        let train = ["train", "--data", name, "--no-checkpoint"];
+        let validation = [
+            "train",
+            "--data",
+            "text.txt",
+            "--val-data",
+            name,
+            "--no-checkpoint",
+        ];
+        let inspect = ["data", "inspect", "--data", name];
+        for args in [&train[..], &validation, &inspect] {
+            fails(&zero(dir.path(), args), 2, &[expected]);
+        }
+    }
+}
+
+#[test]
 fn other_tokenizer_is_an_error_of_all_commands() {
     let dir = temp();
     let model = LLAMA.data("model");

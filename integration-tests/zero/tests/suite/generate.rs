@@ -4,8 +4,9 @@ use std::path::Path;
 
 use integration_tests::{LLAMA, QWEN2};
 use serde_json::Value;
+use zero_models::llama::config::LlamaConfig;
 
-use crate::support::{data, fails, run_tiny, succeeds, temp, zero};
+use crate::support::{data, fails, run_tiny, succeeds, temp, write_model, zero};
 
 fn json(dir: &Path, args: &[&str]) -> Value {
     let args = [&["generate", "--json"], args].concat();
@@ -112,6 +113,37 @@ fn end_token_ends_the_text() {
     let got = json(dir.path(), &[&["--model", "model"], &ids[..]].concat());
     assert_eq!(got["tokens"], serde_json::json!([30, 30, 30, 30, 30]));
     assert_eq!(got["end"], "end_token");
+}
+
+/// Tokens need no tokenizer, whatever the vocabulary.
+#[test]
+fn token_ids_need_no_tokenizer() {
+    let dir = temp();
+    let config = LlamaConfig {
+        vocab_size: 600,
+        hidden: 8,
+        layers: 1,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 4,
+        intermediate: 8,
+        max_positions: 16,
+        ..LlamaConfig::llama2()
+    };
+    write_model(dir.path(), &config.into());
+    let args = ["--model", ".", "--tokens", "5"];
+    let ids = [&args[..], &["--token-ids", "1,599"]].concat();
+    let got = json(dir.path(), &ids);
+    assert!(got["text"].is_null());
+    let tokens = got["tokens"].to_string().replace(['[', ']'], "");
+    let out = succeeds(&zero(dir.path(), &[&["generate"], &ids[..]].concat()));
+    assert_eq!(out, tokens + "\n");
+    let text = [&["generate"], &args[..], &["--prompt", "a"]].concat();
+    fails(
+        &zero(dir.path(), &text),
+        2,
+        &["no tokenizer: pass --tokenizer"],
+    );
 }
 
 #[test]

@@ -9,6 +9,7 @@ mod examples;
 mod folders;
 mod generate;
 #[cfg(target_os = "linux")]
+mod kept;
 mod launcher;
 #[cfg(target_os = "linux")]
 mod memory;

@@ -116,6 +116,21 @@ fn report_of_another_run_is_refused() {
         &["train", "--resume", "c", "--steps", "4", "--report", "r"],
     ));
     assert_ne!(fs::read(dir.path().join("r/summary.json")).unwrap(), before);
+    // A report that cannot be read is not one without steps.
+    let resume = ["train", "--resume", "c", "--steps", "5", "--report", "r"];
+    for (name, part) in [
+        (
+            "summary.json",
+            "not the figures of a report: EOF while parsing",
+        ),
+        ("run.json", "its run.json cannot be read: EOF while parsing"),
+    ] {
+        let path = dir.path().join("r").join(name);
+        let whole = fs::read(&path).unwrap();
+        fs::write(&path, &whole[..whole.len() / 2]).unwrap();
+        fails(&zero(dir.path(), &resume), 2, &[part, "another folder"]);
+        fs::write(&path, whole).unwrap();
+    }
     fs::create_dir(dir.path().join("notes")).unwrap();
     fs::write(dir.path().join("notes/summary.txt"), "mine").unwrap();
     fails(

@@ -1050,6 +1050,8 @@ fn missing_tokenizer_is_an_error() {
     assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
     assert!(out.contains("tokenizer.json"), "{out}");
     std::fs::rename(dir.join("tokenizer.json"), dir.join("moved.json")).unwrap();
+    // The one that is kept beside the checkpoints.
+    std::fs::remove_dir_all(dir.join("a/model-files")).unwrap();
     let resumed = zero(dir, &["train", "--resume", "a", "--steps", "3"]);
     fails(
         &resumed,

@@ -1,22 +1,27 @@
-//! Examples for fine-tuning: lines of JSONL files and rows of parquet files.
+//! Examples for fine-tuning: rows of JSON (one a line, or an array of them) and of parquet files.
 //!
 //! | keys, or columns | trained |
 //! |---|---|
 //! | `prompt` and `completion`, strings or lists of messages | the completion and the end token |
 //! | `messages`, by the chat template of the model's folder | the assistant's messages |
-//! | `text`, in JSONL with `--pack` or `--epochs` | all of it and the end token |
+//! | `conversations` of `from` and `value` ([`sharegpt`]), by the template | the assistant's messages |
+//! | `instruction`, `input` and `output` ([`alpaca`]) | the output and the end token |
+//! | `text` | all of it and the end token |
 //!
-//! [`Examples`] are the tokens of all lines. [`ExampleRows`] arrange them in rows, and [`Epochs`]
+//! [`Examples`] are the tokens of all rows. [`ExampleRows`] arrange them in rows, and [`Epochs`]
 //! order rows.
 
+mod alpaca;
 mod encode;
 mod epochs;
+mod json;
 mod line;
 #[cfg(feature = "parquet")]
 mod parquet;
 mod python;
 mod renderer;
 mod rows;
+mod sharegpt;
 mod source;
 mod template;
 #[cfg(test)]
@@ -33,9 +38,12 @@ use indicatif::HumanCount;
 use zero_trainer::IGNORED;
 
 pub(crate) use encode::EncoderSource;
+pub(super) use line::FORMS;
 pub(crate) use line::Form;
 pub use renderer::{render_apart, serve_templates};
 pub(crate) use rows::ExampleRows;
+pub(super) use source::Format;
+pub(crate) use source::RowFile;
 pub(crate) use training::RowOptions;
 pub use training::TrainingData;
 
@@ -43,13 +51,12 @@ use super::{DataError, MAX_BYTE_VOCAB};
 use encode::{Encoded, Encoder};
 use epochs::Epochs;
 use line::Line;
-use source::lines;
 
 /// The bit of a token that is trained. No vocabulary has as many tokens.
 const TRAINED: u32 = 1 << 31;
 
-/// Lines that are tokenized at a time.
-const LINES: usize = 4096;
+/// Rows that are tokenized at a time.
+const ROWS: usize = 4096;
 
 /// The tokens of examples.
 pub(crate) struct Examples {
@@ -67,6 +74,8 @@ pub(crate) struct Examples {
     /// Examples whose prompt has other tokens alone.
     moved: u64,
     fingerprint: u64,
+    /// Notes about the files for the user, one line each.
+    notices: Vec<String>,
 }
 
 /// The tokens of one example.
@@ -109,7 +118,7 @@ impl Examples {
     /// A file, a line or a tokenizer that cannot be used.
     pub(crate) fn open(
         path: &Path,
-        files: Vec<PathBuf>,
+        files: Vec<RowFile>,
         source: &EncoderSource,
     ) -> Result<Self, DataError> {
         let encoder = Arc::new(Encoder::open(source)?);
@@ -119,25 +128,23 @@ impl Examples {
             tokens: Vec::new(),
             ends: Vec::new(),
             places: Vec::new(),
-            files,
+            files: files.iter().map(|file| file.path.clone()).collect(),
             encoder: Arc::clone(&encoder),
             moved: 0,
             fingerprint: 0,
+            notices: Vec::new(),
         };
 
-        for file in 0..examples.files.len() {
-            let mut batch = Vec::with_capacity(LINES);
-            for (line, number) in lines(&examples.files[file])?.zip(1..) {
-                let line = line?;
-                if !line.trim().is_empty() {
-                    batch.push((number, line));
-                }
-                if batch.len() == LINES {
-                    examples.add(file, &batch)?;
+        for (index, file) in files.iter().enumerate() {
+            let mut batch = Vec::with_capacity(ROWS);
+            for row in file.rows()? {
+                batch.push(row?);
+                if batch.len() == ROWS {
+                    examples.add(index, &batch)?;
                     batch.clear();
                 }
             }
-            examples.add(file, &batch)?;
+            examples.add(index, &batch)?;
         }
 
         if examples.ends.is_empty() {
@@ -149,14 +156,14 @@ impl Examples {
         Ok(examples)
     }
 
-    /// Adds lines (number, text) of a file.
-    fn add(&mut self, file: usize, lines: &[(u32, String)]) -> Result<(), DataError> {
+    /// Adds rows (line, text) of a file.
+    fn add(&mut self, file: usize, rows: &[(u32, String)]) -> Result<(), DataError> {
         let encoder = Arc::clone(&self.encoder);
-        let results = in_parallel(lines, |(_, text)| {
-            let line = Line::parse(text)?;
-            Ok((line.form(), encoder.encode(&line)?))
+        let results = in_parallel(rows, |(_, text)| {
+            let (form, line) = Line::parse(text)?;
+            Ok((form, encoder.encode(&line)?))
         });
-        for ((number, _), result) in lines.iter().zip(results) {
+        for ((number, _), result) in rows.iter().zip(results) {
             let added = result.and_then(|(form, encoded)| self.push(file, *number, form, &encoded));
             added.map_err(|message| DataError::Example {
                 path: self.files[file].clone(),
@@ -180,7 +187,7 @@ impl Examples {
         if form != self.form {
             let (first_file, first_line) = self.places[0];
             return Err(format!(
-                "it has {}, but {}, line {first_line} has {}: all lines of the data must have the same form",
+                "it has {}, but {}, line {first_line} has {}: all rows of the data must have the same form",
                 form.keys(),
                 self.files[first_file as usize].display(),
                 self.form.keys()
@@ -249,6 +256,7 @@ impl Examples {
             encoder: Arc::clone(&self.encoder),
             moved: 0,
             fingerprint: 0,
+            notices: Vec::new(),
         };
         last.fingerprint = last.compute_fingerprint();
         self.fingerprint = self.compute_fingerprint();

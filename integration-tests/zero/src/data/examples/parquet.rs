@@ -1,4 +1,4 @@
-//! Rows of a parquet file as lines of JSON, so that they are read as those of JSONL files are.
+//! Rows of a parquet file as rows of JSON, so that they are read as those are.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,15 +10,25 @@ use parquet::schema::types::Type;
 use serde_json::{Map, Value};
 use zero_ckpt::files;
 
-use super::line::{KEYS, Lines};
+use super::line::{FORMS, KEYS, Rows};
 use crate::data::DataError;
+
+/// The columns of which a file must have one.
+const OF_FORMS: [&str; 6] = [
+    "text",
+    "prompt",
+    "completion",
+    "messages",
+    "conversations",
+    "instruction",
+];
 
 /// The rows of a file with the columns of [`KEYS`]; others are not read. A row group is decoded
 /// page by page.
 ///
 /// # Errors
 /// The file is not parquet, or has no such column. An item is an error if a page cannot be read.
-pub(super) fn lines(path: &Path) -> Result<Lines, DataError> {
+pub(super) fn rows(path: &Path) -> Result<Rows, DataError> {
     let (file, _) = files::open(path).map_err(|source| DataError::Read {
         path: path.to_owned(),
         source,
@@ -37,9 +47,9 @@ pub(super) fn lines(path: &Path) -> Result<Lines, DataError> {
     let rows = rows
         .project(Some(columns))
         .map_err(|e| failed(invalid(e)))?;
-    Ok(Box::new(rows.map(move |row| {
+    Ok(Box::new(rows.zip(1..).map(move |(row, number)| {
         let row = row.map_err(|e| failed(invalid(e)))?;
-        Ok(object(&row).map_err(&failed)?.to_string())
+        Ok((number, object(&row).map_err(&failed)?.to_string()))
     })))
 }
 
@@ -50,10 +60,10 @@ fn known_columns(schema: &Type) -> Result<Type, String> {
         .filter(|field| KEYS.contains(&field.name()))
         .cloned()
         .collect();
-    if known.is_empty() {
+    if !known.iter().any(|field| OF_FORMS.contains(&field.name())) {
         let names: Vec<&str> = schema.get_fields().iter().map(|f| f.name()).collect();
         return Err(format!(
-            "it has the columns {}, and must have `text`, `prompt` and `completion`, or `messages`; rename them",
+            "it has the columns {}, and must have {FORMS}; rename them",
             names.join(", ")
         ));
     }
@@ -115,9 +125,9 @@ mod tests {
     }
 
     fn read(name: &str) -> Vec<Value> {
-        lines(&file(name))
+        rows(&file(name))
             .unwrap()
-            .map(|line| serde_json::from_str(&line.unwrap()).unwrap())
+            .map(|row| serde_json::from_str(&row.unwrap().1).unwrap())
             .collect()
     }
 
@@ -137,7 +147,7 @@ mod tests {
 
     #[test]
     fn file_without_examples_names_its_columns() {
-        let error = lines(&file("other.parquet")).err().unwrap().to_string();
+        let error = rows(&file("other.parquet")).err().unwrap().to_string();
         assert!(
             error.contains("it has the columns id, content, and"),
             "{error}"
@@ -156,7 +166,7 @@ mod tests {
             &whole[..whole.len() - 9],
         ] {
             std::fs::write(&path, bytes).unwrap();
-            let error = lines(&path).err().unwrap().to_string();
+            let error = rows(&path).err().unwrap().to_string();
             assert!(error.contains("not a readable parquet file"), "{error}");
         }
 
@@ -164,7 +174,7 @@ mod tests {
         let mut damaged = whole;
         damaged[4..60].fill(0xff);
         std::fs::write(&path, damaged).unwrap();
-        let found = lines(&path).unwrap().collect::<Result<Vec<_>, _>>();
+        let found = rows(&path).unwrap().collect::<Result<Vec<_>, _>>();
         let error = found.unwrap_err().to_string();
         assert!(error.contains("not a readable parquet file"), "{error}");
     }

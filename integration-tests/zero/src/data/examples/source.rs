@@ -1,107 +1,89 @@
-//! The files of examples: lines of JSON, and rows of parquet as such lines.
+//! The files of examples: rows of JSON, and rows of parquet as such rows.
 
-use std::fs;
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use super::line::{self, Lines};
+use super::json;
+use super::line::{Form, Line, Rows, as_lines};
 use crate::data::DataError;
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Format {
-    Jsonl,
+/// How a file stores its rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::data) enum Format {
+    /// An object a line, or an array of objects.
+    Json,
     Parquet,
 }
 
-impl Format {
-    fn of(path: &Path) -> Option<Self> {
-        match path.extension()?.to_str()? {
-            "jsonl" => Some(Self::Jsonl),
-            "parquet" => Some(Self::Parquet),
-            _ => None,
+/// A file of rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RowFile {
+    pub(in crate::data) path: PathBuf,
+    pub(in crate::data) format: Format,
+}
+
+impl RowFile {
+    /// The rows, with the lines where they begin.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub(super) fn rows(&self) -> Result<Rows, DataError> {
+        match self.format {
+            Format::Json => json::rows(&self.path),
+            #[cfg(feature = "parquet")]
+            Format::Parquet => super::parquet::rows(&self.path),
+            #[cfg(not(feature = "parquet"))]
+            Format::Parquet => Err(DataError::NoParquet {
+                path: self.path.clone(),
+            }),
         }
+    }
+
+    /// The line and the form of the first row; `start` is the beginning of the file, for messages.
+    ///
+    /// # Errors
+    /// The file cannot be read, or the row is not an example.
+    pub(in crate::data) fn first(&self, start: &[u8]) -> Result<(u32, Form), DataError> {
+        let Some(first) = self.rows()?.next() else {
+            return Err(DataError::Empty {
+                path: self.path.clone(),
+            });
+        };
+        let (line, row) = first?;
+        match Line::parse(&row) {
+            Ok((form, _)) => Ok((line, form)),
+            Err(message) => Err(DataError::Example {
+                path: self.path.clone(),
+                line,
+                message: over_lines(&row, start).unwrap_or(message),
+            }),
+        }
+    }
+
+    /// Whether the beginning of a file of JSON is that of an array of objects or a whole object on
+    /// a line, and not of another document.
+    pub(in crate::data) fn starts_with_row(path: &Path, start: &[u8]) -> bool {
+        let row = json::first_row(path, start);
+        row.is_some_and(|(_, row)| row.starts_with('{') && row.ends_with('}'))
     }
 }
 
-/// The files of `path` if its lines are examples: those with `prompt`, `completion` or `messages`,
-/// and those with `text` if `wants_text`. Parquet has examples only.
-///
-/// # Errors
-/// A file cannot be read.
-pub(in crate::data) fn files(
-    path: &Path,
-    wants_text: bool,
-) -> Result<Option<Vec<PathBuf>>, DataError> {
-    let files = if path.is_dir() {
-        folder_files(path)?
-    } else if Format::of(path).is_some() {
-        vec![path.to_owned()]
-    } else {
-        Vec::new()
-    };
-    let Some(first) = files.first() else {
-        return Ok(None);
-    };
-    if Format::of(first) == Some(Format::Parquet) {
-        return Ok(Some(files));
-    }
-
-    for line in lines(first)? {
-        let line = line?;
-        if !line.trim().is_empty() {
-            let is_example =
-                line::has_example_keys(&line) || wants_text && line::has_text_key(&line);
-            return Ok(is_example.then_some(files));
-        }
-    }
-    Ok(None)
+/// The error of an object over several lines, whose first line is `row`.
+fn over_lines(row: &str, start: &[u8]) -> Option<String> {
+    let is_open = row.starts_with('{') && row.len() < 64 && !row.contains('}');
+    let start = String::from_utf8_lossy(start);
+    let object = &start[start.find('{')?..];
+    is_open.then(|| {
+        format!(
+            "an object over several lines: each line must be one row{}",
+            as_lines(object)
+        )
+    })
 }
 
-/// The files of a folder if all of them have examples, in order; empty otherwise.
-fn folder_files(dir: &Path) -> Result<Vec<PathBuf>, DataError> {
-    let failed = |source| DataError::Unreadable {
-        path: dir.to_owned(),
-        source,
-    };
-    let mut files = Vec::new();
-    for entry in fs::read_dir(dir).map_err(failed)? {
-        let path = entry.map_err(failed)?.path();
-        let hidden = path
-            .file_name()
-            .is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
-        if hidden {
-            continue;
-        }
-        if Format::of(&path).is_none() || !path.is_file() {
-            return Ok(Vec::new());
-        }
-        files.push(path);
+impl Form {
+    /// The form of the first row at the beginning of a file, if it is an example.
+    pub(in crate::data) fn of_start(path: &Path, start: &[u8]) -> Option<Self> {
+        let (_, row) = json::first_row(path, start)?;
+        Line::parse(&row).ok().map(|(form, _)| form)
     }
-    files.sort();
-    Ok(files)
-}
-
-/// The lines of a file.
-pub(super) fn lines(path: &Path) -> Result<Lines, DataError> {
-    match Format::of(path) {
-        #[cfg(feature = "parquet")]
-        Some(Format::Parquet) => super::parquet::lines(path),
-        #[cfg(not(feature = "parquet"))]
-        Some(Format::Parquet) => Err(DataError::NoParquet {
-            path: path.to_owned(),
-        }),
-        _ => json_lines(path),
-    }
-}
-
-fn json_lines(path: &Path) -> Result<Lines, DataError> {
-    let opened = zero_ckpt::files::open(path);
-    let path = path.to_owned();
-    let failed = move |source| DataError::Read {
-        path: path.clone(),
-        source,
-    };
-    let (file, _) = opened.map_err(&failed)?;
-    let lines = BufReader::new(file).lines();
-    Ok(Box::new(lines.map(move |line| line.map_err(&failed))))
 }

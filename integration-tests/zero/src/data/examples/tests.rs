@@ -7,9 +7,9 @@ use serde_json::Value;
 use zero_trainer::{Batch, BatchAt, IGNORED};
 
 use super::encode::Encoder;
-use super::source::files;
 use super::template::{ChatTemplate, SpecialTokens};
 use super::{EncoderSource, Examples, RowOptions, TrainingData};
+use crate::data::kind::{Content, DataKind};
 use crate::data::{DataError, DataSource};
 
 fn oracle(name: &str) -> PathBuf {
@@ -24,7 +24,10 @@ fn source() -> EncoderSource {
 }
 
 fn open(path: &Path, encoder: EncoderSource) -> Result<Examples, DataError> {
-    let files = files(path, true)?.unwrap();
+    let kind = DataKind::of(&DataSource::at(path))?;
+    let Content::Examples(files) = kind.content else {
+        panic!("{}: {kind:?}", path.display());
+    };
     Examples::open(path, files, &encoder)
 }
 
@@ -162,10 +165,55 @@ fn text_is_trained_whole() {
     assert_eq!(examples.len(), 2);
     assert_eq!(trained(&examples, 1), "Who waits?<|end|>");
     assert!(examples.place(1).0.ends_with("b.jsonl"));
-    // Without --pack and --epochs it is a stream of text, and so is a folder with another file.
-    assert!(files(dir.path(), false).unwrap().is_none());
-    fs::write(dir.path().join("c.txt"), "text").unwrap();
-    assert!(files(dir.path(), true).unwrap().is_none());
+}
+
+/// As the lines of one file, whatever the layout of the rows.
+#[test]
+fn rows_are_read_from_lines_and_arrays() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.json");
+    let rows = [
+        r#"{"prompt": "Who waits?", "completion": " The host."}"#,
+        r#"{"prompt": "So?", "completion": " Yes.", "score": NaN}"#,
+    ];
+    for (content, line) in [
+        (rows.join("\n"), 2),
+        (format!("\u{feff}{}\r\n\r\n", rows.join("\r\n")), 2),
+        (format!("[\n {}\n]\n", rows.join(",\n\n ")), 4),
+        (format!("[{}]", rows.join(",")), 1),
+    ] {
+        fs::write(&path, &content).unwrap();
+        let examples = open(&path, source()).unwrap();
+        assert_eq!(examples.len(), 2);
+        assert_eq!(all(&examples, 0), "Who waits? The host.<|end|>");
+        assert_eq!(trained(&examples, 1), " Yes.<|end|>");
+        assert_eq!(examples.place(1).1, line, "{content}");
+    }
+}
+
+/// The rows of other trainers give the tokens of `messages` and of `prompt` and `completion`.
+#[test]
+fn rows_of_other_trainers_are_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.jsonl");
+    let conversation = r#"{"conversations": [{"from": "human", "value": "Who waits?"}, {"from": "gpt", "value": "The host."}]}"#;
+    fs::write(&path, conversation).unwrap();
+    let examples = open(&path, source()).unwrap();
+    let whole =
+        "<|im_start|>user\nWho waits?<|im_end|>\n<|im_start|>assistant\nThe host.<|im_end|>\n";
+    assert_eq!(all(&examples, 0), whole);
+    assert_eq!(trained(&examples, 0), "The host.<|im_end|>\n");
+
+    fs::write(
+        &path,
+        r#"{"instruction": "Who waits?", "input": "", "output": "The host."}"#,
+    )
+    .unwrap();
+    let examples = open(&path, source()).unwrap();
+    let prompt = "Below is an instruction that describes a task. Write a response that appropriately completes the \
+                  request.\n\n### Instruction:\nWho waits?\n\n### Response:";
+    assert_eq!(all(&examples, 0), format!("{prompt}The host.<|end|>"));
+    assert_eq!(trained(&examples, 0), "The host.<|end|>");
 }
 
 #[test]
@@ -239,7 +287,7 @@ fn divisor_is_the_mean_over_the_step() {
 fn plain_data_has_epochs() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("text.txt");
-    let text: Vec<u8> = (0..41).collect();
+    let text: Vec<u8> = (1..42).collect();
     fs::write(&path, &text).unwrap();
     let options = RowOptions {
         seq_len: 4,
@@ -273,9 +321,9 @@ fn plain_data_has_epochs() {
             first.push(*input);
         }
     }
-    assert_ne!(first[..4], [0, 1, 2, 3]);
+    assert_ne!(first[..4], [1, 2, 3, 4]);
     first.sort_unstable();
-    assert_eq!(first, (0..40).collect::<Vec<u32>>());
+    assert_eq!(first, (1..41).collect::<Vec<u32>>());
 }
 
 /// The cases of the oracle: the template, the rendering, the messages and tools.

@@ -5,15 +5,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use indicatif::HumanCount;
-use zero_trainer::{Batch, BatchAt, ModelError, ValidationData};
+use zero_trainer::{Batch, BatchAt, IGNORED, ModelError, ValidationData};
 
 use super::epochs::{place_in_step, rows_of_step};
 use super::rows::pad;
-use super::source::files;
 use super::{EncoderSource, Epochs, ExampleRows, Examples};
+use crate::data::kind::{Content, DataKind};
 use crate::data::place::{Pace, Place};
 use crate::data::{DataError, DataSource, Dataset};
-use crate::output::counted;
+use crate::output::{beginning, counted};
 
 /// How data becomes rows.
 #[derive(Clone, Debug, Default)]
@@ -24,8 +24,6 @@ pub(crate) struct RowOptions {
     pub(crate) pack: bool,
     /// Whether rows are shuffled by epochs, also those of plain data.
     pub(crate) by_epochs: bool,
-    /// Whether lines with `text` are examples.
-    pub(crate) text: bool,
     /// The files that decide the tokens of an example.
     pub(crate) encoder: EncoderSource,
 }
@@ -44,6 +42,8 @@ pub struct RowData {
     seq_len: usize,
     epochs: Epochs,
     description: String,
+    /// The beginning of the trained text of the first row of examples.
+    first: Option<String>,
     notices: Vec<String>,
 }
 
@@ -65,25 +65,23 @@ impl fmt::Debug for TrainingData {
     }
 }
 
-/// Data before it is split.
-enum Opened {
-    Examples(Examples),
-    Plain,
-}
-
-fn examples(source: &DataSource, options: &RowOptions) -> Result<Opened, DataError> {
-    let path = source.path.as_deref().filter(|path| path.exists());
-    let found = path.map(|path| files(path, options.text)).transpose()?;
-    match (path, found.flatten()) {
-        (Some(path), Some(files)) => Ok(Opened::Examples(Examples::open(
-            path,
-            files,
-            &options.encoder,
-        )?)),
+/// The examples of data, if its kind is examples.
+fn examples(
+    source: &DataSource,
+    kind: &DataKind,
+    options: &RowOptions,
+) -> Result<Option<Examples>, DataError> {
+    let path = source.path.as_deref().unwrap_or(Path::new("."));
+    match &kind.content {
+        Content::Examples(files) => {
+            let mut examples = Examples::open(path, files.clone(), &options.encoder)?;
+            examples.notices.clone_from(&kind.notices);
+            Ok(Some(examples))
+        }
         _ if options.pack => Err(DataError::NothingToPack {
-            path: source.path.as_deref().unwrap_or(Path::new(".")).to_owned(),
+            path: path.to_owned(),
         }),
-        _ => Ok(Opened::Plain),
+        _ => Ok(None),
     }
 }
 
@@ -93,9 +91,21 @@ impl TrainingData {
     /// # Errors
     /// Data that cannot be read.
     pub(crate) fn open(source: &DataSource, options: &RowOptions) -> Result<Self, DataError> {
-        match examples(source, options)? {
-            Opened::Examples(examples) => Self::of_examples(examples, options),
-            Opened::Plain => Ok(Self::of_dataset(Dataset::open(source)?, options)),
+        Self::open_as(source, DataKind::of(source)?, options)
+    }
+
+    /// As [`Self::open`], of data whose kind is known.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub(crate) fn open_as(
+        source: &DataSource,
+        kind: DataKind,
+        options: &RowOptions,
+    ) -> Result<Self, DataError> {
+        match examples(source, &kind, options)? {
+            Some(examples) => Self::of_examples(examples, options),
+            None => Ok(Self::of_dataset(Dataset::open_as(source, kind)?, options)),
         }
     }
 
@@ -108,15 +118,16 @@ impl TrainingData {
         options: &RowOptions,
         fraction: f64,
     ) -> Result<(Self, Self), DataError> {
-        match examples(source, options)? {
-            Opened::Examples(examples) => {
+        let kind = DataKind::of(source)?;
+        match examples(source, &kind, options)? {
+            Some(examples) => {
                 let (training, validation) = examples.split(fraction);
                 let training = Self::of_examples(training, options)?;
-                let validation = Self::of_examples(validation, &options.for_validation(true))?;
+                let validation = Self::of_examples(validation, &options.for_validation())?;
                 Ok((training, validation))
             }
-            Opened::Plain => {
-                let (training, validation) = Dataset::open_split(source, fraction)?;
+            None => {
+                let (training, validation) = Dataset::split_as(source, kind, fraction)?;
                 Ok((Self::of_dataset(training, options), validation.into()))
             }
         }
@@ -136,6 +147,7 @@ impl TrainingData {
             seq_len: options.seq_len,
             epochs: Epochs::new(rows.len() as u64),
             description: describe(&rows),
+            first: first_trained(&rows)?,
             notices: notices(&rows),
             rows: Source::Examples(rows),
         }))
@@ -150,6 +162,7 @@ impl TrainingData {
             seq_len: options.seq_len,
             epochs: Epochs::new(windows),
             description: format!("{}, {} an epoch", data.describe(), counted(windows, "row")),
+            first: None,
             notices: data.notices().to_vec(),
             rows: Source::Windows(data),
         })
@@ -187,6 +200,14 @@ impl TrainingData {
         }
     }
 
+    /// The beginning of what the first row of examples trains, in quotes.
+    pub(crate) fn first_trained(&self) -> Option<&str> {
+        match self {
+            Self::Stream(_) => None,
+            Self::Rows(data) => data.first.as_deref(),
+        }
+    }
+
     /// Checks that a model of `vocab_size` tokens can be trained on rows of `seq_len` tokens.
     ///
     /// # Errors
@@ -211,9 +232,9 @@ impl TrainingData {
         self.dataset().is_err_and(|rows| rows.is_packed())
     }
 
-    /// Whether the lines of a file are the data.
-    pub(crate) fn is_examples(&self) -> bool {
-        self.dataset().is_err()
+    /// Whether rows are consecutive tokens of a file of tokens.
+    pub(crate) fn is_in_order(&self) -> bool {
+        self.dataset().is_ok_and(Dataset::is_in_order)
     }
 
     /// The end token of examples.
@@ -276,13 +297,11 @@ impl TrainingData {
 }
 
 impl RowOptions {
-    /// Those of validation data, whose rows are never packed or shuffled; `text` tells whether lines
-    /// with `text` are examples.
-    pub(crate) fn for_validation(&self, text: bool) -> Self {
+    /// Those of validation data, whose rows are never packed or shuffled.
+    pub(crate) fn for_validation(&self) -> Self {
         Self {
             pack: false,
             by_epochs: false,
-            text,
             ..self.clone()
         }
     }
@@ -364,10 +383,26 @@ fn describe(rows: &ExampleRows) -> String {
     )
 }
 
+/// The beginning of what the first row trains, in quotes.
+fn first_trained(rows: &ExampleRows) -> Result<Option<String>, DataError> {
+    /// Characters that are shown. A token has one or more, but for parts of characters.
+    const SHOWN: usize = 60;
+
+    let Some(&index) = rows.members(0).first() else {
+        return Ok(None);
+    };
+    let example = rows.examples().get(index as usize);
+    let targets = (1..example.len()).map(|i| example.target(i));
+    let trained = targets.filter(|&target| target != IGNORED);
+    let trained: Vec<u32> = trained.take(4 * SHOWN).collect();
+    let text = rows.examples().decode(&trained)?;
+    Ok(Some(beginning(&text, SHOWN)))
+}
+
 fn notices(rows: &ExampleRows) -> Vec<String> {
     let (examples, seq_len) = (rows.examples(), rows.seq_len());
     let name = &examples.name;
-    let mut notices = Vec::new();
+    let mut notices = examples.notices.clone();
     if rows.truncated > 0 {
         notices.push(format!(
             "{name}: {} longer than --seq-len {seq_len}: only the beginning is trained",
@@ -387,7 +422,7 @@ fn notices(rows: &ExampleRows) -> Vec<String> {
             counted(examples.moved, "example")
         ));
     }
-    if examples.encoder.end.is_none() && examples.form() != super::Form::Messages {
+    if examples.encoder.end.is_none() && !examples.form().has_messages() {
         notices.push(format!(
             "{name}: the model's folder names no end token, so none is trained at the end of an example"
         ));
