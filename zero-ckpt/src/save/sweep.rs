@@ -138,7 +138,7 @@ impl Store {
         step <= publication.checkpoint.step && is_done && self.owns_checksum(save.run)
     }
 
-    /// Whether [`SaveId::run`](super::staged_name::SaveId::run) is of this run or of one that it
+    /// Whether [`SaveId::run`](crate::format::staged_name::SaveId::run) is of this run or of one that it
     /// resumed.
     pub(crate) fn owns_checksum(&self, run: u32) -> bool {
         let resumed = self

@@ -3,6 +3,7 @@
 //! exact, others an estimate.
 
 mod advice;
+mod args;
 mod largest;
 mod report;
 mod request;
@@ -13,155 +14,14 @@ mod table;
 mod tests;
 mod transfers;
 
-use std::path::PathBuf;
-
-use clap::Args;
-
 use crate::error::CliError;
-use crate::flags::{DTypeFlag, model_help, parse_gpu_memory, parse_params, parse_whole};
 use crate::output::{print_note, print_text};
-use crate::settings::args::{MeshArgs, OffloadArgs};
 pub(crate) use advice::recommended;
+pub use args::PlanArgs;
 pub(crate) use report::Report;
 pub(crate) use request::Request;
-use simulate::SimulateArgs;
 pub(crate) use simulate::{Machines, calibrated, cluster};
 pub(crate) use stage::{CONTEXT_BYTES, Stage, evaluate};
-
-/// The architectures that a shape can have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Architecture {
-    /// Layer norms, learned positions, GELU, as many key and value heads as heads
-    Gpt2,
-    /// RMSNorm, rotary positions, SwiGLU, key and value heads shared by groups of heads
-    Llama,
-}
-
-/// Show the memory and traffic of each ZeRO stage, and which stages fit
-#[derive(Args, Clone, Debug, Default)]
-#[command(group(clap::ArgGroup::new("size").args(["model", "params", "layers", "predict"])))]
-#[command(group(clap::ArgGroup::new("what").required(true).multiple(true)
-    .args(["model", "params", "layers", "calibrate"])))]
-pub struct PlanArgs {
-    /// The model.
-    #[arg(long, value_name = "PRESET|HF_DIR", help = model_help("or a Hugging Face folder"))]
-    pub model: Option<String>,
-    /// Number of parameters, such as 7.5e9 or 7.5B, of a transformer of typical shape
-    #[arg(long, value_name = "COUNT", value_parser = parse_params)]
-    pub params: Option<u64>,
-    /// Layers of a model of any shape, with --hidden
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "hidden")]
-    pub layers: Option<u64>,
-    /// Width of a layer
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
-        conflicts_with_all = ["model", "params"])]
-    pub hidden: Option<u64>,
-    /// Attention heads of a layer; they divide --hidden [default: --hidden / 64]
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
-        conflicts_with_all = ["model", "params"])]
-    pub heads: Option<u64>,
-    /// Key and value heads of a layer; they divide --heads [default: as many as --heads]
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
-        conflicts_with_all = ["model", "params"])]
-    pub kv_heads: Option<u64>,
-    /// Architecture of that shape [default: llama with fewer --kv-heads than --heads, else gpt2]
-    #[arg(long, value_enum, requires = "layers", conflicts_with_all = ["model", "params"])]
-    pub architecture: Option<Architecture>,
-    /// Width within the feed-forward [default: 4 times --hidden]
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
-        conflicts_with_all = ["model", "params"])]
-    pub ffn: Option<u64>,
-    /// Tokens of the vocabulary [default: 50257, of a llama 32000]
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>, requires = "layers",
-        conflicts_with_all = ["model", "params"])]
-    pub vocab: Option<u64>,
-    /// GPUs of all nodes, one rank each
-    #[arg(long, value_name = "N", value_parser = parse_whole::<u64>,
-        required_unless_present_any = ["hardware", "predict"])]
-    pub gpus: Option<u64>,
-    /// Memory of one GPU, such as 24GiB or 80GB (1 GB = 10^9 bytes; a card sold as 24 GB has about
-    /// 24GiB)
-    #[arg(long, value_name = "SIZE", value_parser = parse_gpu_memory)]
-    pub gpu_memory: Option<u64>,
-    /// Threads of each rank on the host of --hardware.
-    #[arg(skip)]
-    pub host_threads: Option<u64>,
-    /// Nodes (machines) that hold the GPUs
-    #[arg(long, value_name = "M", default_value_t = 1, value_parser = parse_whole::<u64>)]
-    pub nodes: u64,
-    /// A DeepSpeed configuration file; flags override it
-    #[arg(long, value_name = "DS.json")]
-    pub config: Option<PathBuf>,
-    /// Type of parameters and of gradients in communication [default: bf16, on a host fp32]
-    #[arg(long, value_enum)]
-    pub dtype: Option<DTypeFlag>,
-    /// Sequences per micro-batch and rank [default: 1]
-    #[arg(long, value_name = "B", value_parser = parse_whole::<u64>)]
-    pub micro_batch: Option<u64>,
-    /// Micro-batches per step [default: 1]
-    #[arg(long, value_name = "A", value_parser = parse_whole::<u64>)]
-    pub grad_accum: Option<u64>,
-    /// Tokens per sequence [default: 1024, or the model's positions]
-    #[arg(long, value_name = "T", value_parser = parse_whole::<u64>)]
-    pub seq_len: Option<u64>,
-    /// Keep only the input of each block and recompute its activations in backward
-    #[arg(long)]
-    pub activation_checkpointing: bool,
-    /// Keep 1/M of the input of each checkpointed block on each of the M GPUs of --tensor-parallel
-    #[arg(long)]
-    pub partition_activations: bool,
-    /// Divide the tokens among the M GPUs of --tensor-parallel where each would compute the same
-    #[arg(long)]
-    pub sequence_parallel: bool,
-    /// Recompute GELU's output in backward in place of keeping it, on GPUs
-    /// [default: where it does not fit otherwise, with 1 GiB left for the CUDA context]
-    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    pub recompute_gelu: Option<bool>,
-    /// Groups of ranks.
-    #[command(flatten)]
-    pub mesh: MeshArgs,
-    /// The offload.
-    #[command(flatten)]
-    pub offload: OffloadArgs,
-    /// Reduce gradients after every micro-batch at stages 0 and 1, too
-    #[arg(long)]
-    pub reduce_every_micro_batch: bool,
-    /// Elements of a gradient bucket [default: those of the largest unit]
-    #[arg(long, value_name = "ELEMS", value_parser = parse_whole::<u64>)]
-    pub bucket_elems: Option<u64>,
-    /// Speed of a GPU in TFLOP/s, for the bandwidth that hides transfers; 70 is what ZeRO-Infinity
-    /// assumes of a V100
-    #[arg(long, value_name = "TFLOPS", default_value_t = 70.0, value_parser = parse_above_0)]
-    pub peak_tflops: f64,
-    /// Terabytes that a drive is rated to write in its life (TBW of its data sheet)
-    #[arg(long, value_name = "TB", default_value_t = 600.0, value_parser = parse_above_0)]
-    pub drive_tbw: f64,
-    /// Speed at which the drive of a node reads, and at which it writes, in GB/s: a step takes no
-    /// less than its transfers
-    #[arg(long, value_name = "GB/S", default_value_t = 7.0, value_parser = parse_above_0)]
-    pub drive_gb_per_s: f64,
-    /// Step times.
-    #[command(flatten)]
-    pub simulate: SimulateArgs,
-    /// Print JSON, with exact bytes
-    #[arg(long)]
-    pub json: bool,
-}
-
-impl PlanArgs {
-    /// GPUs of all nodes; 0 if neither `--gpus` nor `--hardware` says them.
-    fn gpus(&self) -> u64 {
-        self.gpus.unwrap_or(0)
-    }
-}
-
-/// Parses a finite number above 0.
-fn parse_above_0(text: &str) -> Result<f64, String> {
-    text.parse()
-        .ok()
-        .filter(|x: &f64| x.is_finite() && *x > 0.0)
-        .ok_or_else(|| "expected a number above 0".to_owned())
-}
 
 /// Runs `zero plan`.
 ///
@@ -176,7 +36,7 @@ pub fn run(args: &PlanArgs) -> Result<(), CliError> {
     for notice in notices {
         print_note(format_args!("warning: {notice}"));
     }
-    report.sweep = simulate::extras(args, &request, &report)?;
+    report.sweep = simulate::extras::extras(args, &request, &report)?;
     if args.json {
         print_text(serde_json::to_string_pretty(&report).map_err(CliError::failure)? + "\n")
     } else {

@@ -6,7 +6,8 @@ use zero_shard::{Routing, ShardError, Sharding, ZeroStage};
 use super::advice;
 use super::largest::{largest_model_params, longest_seq_len};
 use super::request::Request;
-use super::simulate::{Point, SimulatedOn};
+use super::simulate::SimulatedOn;
+use super::simulate::result::Point;
 use super::stage::{Stage, evaluate_on, layout};
 use zero_trainer::{Home, OffloadSettings};
 

@@ -9,7 +9,7 @@ use zero_shard::{
     LayoutOptions, ParamSpec, ShardError, Tie, TransformerShape, UnitSpec, ZeroStage,
 };
 
-use super::{Architecture, PlanArgs};
+use super::args::{Architecture, PlanArgs};
 use crate::config::{DsConfig, ZeroOptimization};
 use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_config};

@@ -10,7 +10,7 @@ use zero_shard::{
 };
 
 use super::request::Request;
-use super::simulate::Simulated;
+use super::simulate::result::Simulated;
 use super::transfers::{Transfers, Wear, transfers};
 use crate::memory::rank_overhead_bytes;
 use crate::settings::communication::BUCKET_ELEMS;

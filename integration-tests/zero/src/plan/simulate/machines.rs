@@ -5,14 +5,13 @@ use std::path::PathBuf;
 use zero_shard::{GridLayout, ShardError, Sharding, ZeroStage};
 use zero_simulator::{Cluster, Costs};
 
-use super::{
-    MEASURED_GPUS, Prepared, SimulateArgs, Simulated, SimulatedOn, cluster, shape, software,
-    with_hardware,
-};
+use super::result::Simulated;
+use super::{MEASURED_GPUS, Prepared, SimulatedOn, cluster, shape, software, with_hardware};
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
+use crate::plan::args::{PlanArgs, SimulateArgs};
+use crate::plan::request::Request;
 use crate::plan::stage::{WithoutActivations, evaluate_on, fits_host, layout};
-use crate::plan::{PlanArgs, Request};
 use crate::tune::{Candidate, Choice, Tried, Tuned, UnitSizes};
 
 /// A model on a machine.

@@ -1,126 +1,36 @@
 //! `zero plan --simulate`: the time of a step of each stage, by the trainer's own schedule and the
 //! formulas of zero-simulator; and tables of predictions beside measurements.
 
+pub(super) mod extras;
 mod machines;
 mod predict;
 mod prepared;
+pub(super) mod result;
 mod runs;
 mod sweep;
 mod timeline;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use clap::Args;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_shard::ZeroStage;
-use zero_simulator::{
-    Cluster, Efficiencies, Machine, MachineError, Step, from_text, likely_range, to_text,
-};
+use zero_simulator::{Cluster, Efficiencies, Machine, MachineError, Step, from_text, likely_range};
 
+use super::args::{PlanArgs, SimulateArgs};
 use super::request::Request;
-use super::{PlanArgs, Report};
 use crate::error::CliError;
-use crate::flags::{DTypeFlag, parse_params};
+use crate::flags::DTypeFlag;
 use crate::measure;
 use crate::settings::communication::BUCKET_ELEMS;
 
 pub(crate) use machines::Machines;
-use prepared::{Gain, Prepared, shape, software};
-pub(crate) use sweep::Point;
+use prepared::{Prepared, shape, software};
+use result::{Calibration, Simulated};
 pub(super) use sweep::table as sweep_table;
 
 /// GPUs of the largest published run that the formulas were compared with.
 const MEASURED_GPUS: u64 = 128;
-
-/// Step times.
-#[derive(Args, Clone, Debug, Default)]
-pub struct SimulateArgs {
-    /// Simulate a step of each stage on --hardware: its time, tokens/s and what bounds it
-    #[arg(long, requires = "hardware")]
-    pub simulate: bool,
-    /// GPUs and nodes: a machine (v100-32g, a100-40g, a100-80g, h100-80g, h200-141g, b200-180g,
-    /// rtx4090-24g, this for the machine at hand, or a file of zero measure) with GPUs of a node x nodes, such as h100-80g:8x64
-    #[arg(long, value_name = "NAME:GPUSxNODES")]
-    pub hardware: Option<String>,
-    /// The parts of the machine's figures that a program reaches, from --save-efficiencies; without
-    /// it those of our trainer on one H200
-    #[arg(
-        long,
-        value_name = "FILE.toml",
-        requires = "simulate",
-        conflicts_with = "calibrate"
-    )]
-    pub efficiencies: Option<PathBuf>,
-    /// Tokens of the whole training, such as 1.4T: days and GPU hours are printed
-    #[arg(long, value_name = "COUNT", value_parser = parse_params, requires = "simulate")]
-    pub tokens: Option<u64>,
-    /// Also simulate other numbers of GPUs, doubling: gpus=8..16384, in whole nodes
-    #[arg(long, value_name = "gpus=FROM..TO", requires = "simulate")]
-    pub sweep: Option<sweep::Gpus>,
-    /// Draw the curve of --sweep
-    #[arg(long, value_name = "FILE.svg", requires = "sweep")]
-    pub sweep_svg: Option<PathBuf>,
-    /// Write the simulated steps of the fastest stage that fits as a timeline for Perfetto
-    #[arg(long, value_name = "FILE.json", requires = "simulate")]
-    pub timeline: Option<PathBuf>,
-    /// A measured step to draw beside it: the trace.json of zero train --report
-    #[arg(long, value_name = "TRACE.json", requires = "timeline")]
-    pub timeline_beside: Option<PathBuf>,
-    /// Measured steps to calibrate on: files of zero train --metrics, of runs on --hardware, of which
-    /// GPUS is that of a node; or a CSV file with the columns of
-    /// integration-tests/simulator/tests/data/steps.csv, of one machine and software
-    #[arg(long, value_name = "FILE.jsonl|A.csv", num_args = 1..)]
-    pub calibrate: Vec<PathBuf>,
-    /// Steps to predict, in the same form: prints predictions and measurements, then the errors
-    #[arg(long, value_name = "FILE.jsonl|B.csv", num_args = 1.., requires = "calibrate")]
-    pub predict: Vec<PathBuf>,
-    /// The rows of a CSV file that count: all, or at most eight by a rule that does not look at their
-    /// times
-    #[arg(long, value_enum, default_value_t, requires = "calibrate")]
-    pub rows: predict::Rows,
-    /// Where to write the efficiencies that --calibrate finds
-    #[arg(long, value_name = "FILE.toml", requires = "calibrate")]
-    pub save_efficiencies: Option<PathBuf>,
-}
-
-/// Efficiencies in a file, and where they are from.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct Calibration {
-    pub(crate) source: String,
-    pub(crate) efficiencies: Efficiencies,
-    /// ln(predicted / measured) of the rows that were fitted.
-    pub(crate) residuals: Vec<f64>,
-}
-
-/// The simulated step of a stage.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct Simulated {
-    /// Of a step, and its likely range.
-    pub(crate) step_ms: f64,
-    pub(crate) step_ms_range: [f64; 2],
-    pub(crate) tokens_per_s: f64,
-    pub(crate) tokens_per_s_gpu: f64,
-    /// Of the peak, with the operations of the model: recomputation does not count.
-    pub(crate) mfu: f64,
-    pub(crate) tflops_gpu: f64,
-    /// The compute stream waits.
-    pub(crate) exposed_ms: f64,
-    /// Collectives between nodes, and within them.
-    pub(crate) network_ms: f64,
-    pub(crate) links_ms: f64,
-    /// The bottleneck of the step.
-    pub(crate) bound: &'static str,
-    /// Savings by twice the rate of a part of the machine; empty in a search.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub(crate) gains: Vec<Gain>,
-    /// Days and GPU hours of `--tokens`.
-    pub(crate) days: Option<f64>,
-    pub(crate) gpu_hours: Option<f64>,
-    /// Whether the number of GPUs is beyond those of published runs.
-    pub(crate) extrapolated: bool,
-}
 
 /// The machine of a simulation, and how well it is known.
 #[derive(Clone, Debug, Serialize)]
@@ -186,15 +96,6 @@ pub(super) fn with_hardware(args: &PlanArgs) -> Result<PlanArgs, CliError> {
     }
     args.gpu_memory.get_or_insert(memory_bytes);
     Ok(args)
-}
-
-impl Calibration {
-    /// Writes it to `path`.
-    fn write(&self, path: &Path) -> Result<(), CliError> {
-        let file = path.display().to_string();
-        let text = to_text(self, &file).map_err(CliError::failure)?;
-        std::fs::write(path, text).map_err(|error| CliError::Failure(format!("{file}: {error}")))
-    }
 }
 
 /// Calibrates and predicts, if the flags say no more. Returns whether it did.
@@ -337,23 +238,4 @@ fn read(path: &Path) -> Result<Calibration, CliError> {
             "--efficiencies {shown}: {error}; pass a file that --save-efficiencies wrote"
         ))
     })
-}
-
-/// Writes the files of `--sweep` and `--timeline`, and returns the points of the sweep.
-pub(super) fn extras(
-    args: &PlanArgs,
-    request: &Request,
-    report: &Report,
-) -> Result<Vec<Point>, CliError> {
-    let Some(on) = &report.simulated_on else {
-        return Ok(Vec::new());
-    };
-    if let Some(path) = &args.simulate.timeline {
-        let beside = args.simulate.timeline_beside.as_deref();
-        timeline::write(path, beside, request, on, report)?;
-    }
-    match args.simulate.sweep {
-        Some(gpus) => sweep::run(args, gpus, on),
-        None => Ok(Vec::new()),
-    }
 }

@@ -2,26 +2,16 @@
 
 use std::path::Path;
 
-use clap::ValueEnum;
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_simulator::{
     Efficiencies, Errors, Fit, Row, RowsError, SimulatedRow, Table, calibration_rows, errors_table,
     fit_weighted, row_weights,
 };
 
-use super::{Calibration, SimulateArgs};
+use super::result::Calibration;
 use crate::error::CliError;
 use crate::output::print_text;
-
-/// The rows of a calibration.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Rows {
-    /// All measured rows, of which each number of GPUs counts alike
-    #[default]
-    All,
-    /// At most eight, by a rule that does not look at their times
-    Rule,
-}
+use crate::plan::args::{Rows, SimulateArgs};
 
 fn all(rows: &[Row]) -> Result<Vec<SimulatedRow>, CliError> {
     let rows = rows

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use serde::Serialize;
 use zero_alloc::device::DType;
 use zero_alloc::host::OpSpan;
 use zero_shard::ZeroStage;
@@ -10,19 +9,11 @@ use zero_simulator::{
     Attention, Costs, Efficiencies, Machine, Run, Shape, Software, Step, StepSchedules, Units,
 };
 
-use crate::plan::Request;
+use super::result::Gain;
+use crate::plan::request::Request;
 
 /// A part of a step that is not worth a line.
 const LEAST_GAIN: f64 = 0.005;
-
-/// The saving by a faster part of the machine.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct Gain {
-    /// The part that would have twice its rate.
-    pub(crate) what: &'static str,
-    /// The part of the step's time that this saves.
-    pub(crate) part: f64,
-}
 
 /// A run on a machine, whose step is recorded.
 pub(super) struct Prepared {

@@ -7,11 +7,13 @@ use zero_ckpt::files;
 use zero_shard::ZeroStage;
 use zero_simulator::{Cluster, Efficiencies, fit};
 
+use super::cluster;
 use super::prepared::Prepared;
-use super::{Calibration, SimulateArgs, cluster};
+use super::result::Calibration;
 use crate::error::CliError;
 use crate::output::{print_note, print_text};
-use crate::plan::Request;
+use crate::plan::args::SimulateArgs;
+use crate::plan::request::Request;
 use crate::settings::record::TimedRecord;
 use crate::train::metrics_file::measured_steps;
 

@@ -1,52 +1,16 @@
 //! `--sweep gpus=FROM..TO`: the same run on other numbers of GPUs.
 
 use std::fmt::Write;
-use std::str::FromStr;
 
 use indicatif::HumanCount;
 use plotters::prelude::*;
-use serde::Serialize;
 
+use super::result::Point;
 use super::{SimulatedOn, cluster};
 use crate::error::CliError;
-use crate::plan::{PlanArgs, Report, Request};
-
-/// Numbers of GPUs, doubling.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gpus {
-    from: u64,
-    to: u64,
-}
-
-impl FromStr for Gpus {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let expected = || format!("{text}: expected gpus=FROM..TO, such as gpus=8..1024");
-        let (from, to) = text
-            .strip_prefix("gpus=")
-            .and_then(|range| range.split_once(".."))
-            .ok_or_else(expected)?;
-        let number = |text: &str| text.parse::<u64>().map_err(|_| expected());
-        let (from, to) = (number(from)?, number(to)?);
-        if from == 0 || from > to || to > 1 << 20 {
-            return Err(format!("{text}: expected 1 <= FROM <= TO <= 1048576"));
-        }
-        Ok(Self { from, to })
-    }
-}
-
-/// The speed of one stage on a number of GPUs.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct Point {
-    gpus: u64,
-    stage: u8,
-    step_ms: f64,
-    tokens_per_s: f64,
-    mfu: f64,
-    fits: Option<bool>,
-    extrapolated: bool,
-}
+use crate::plan::args::{Gpus, PlanArgs};
+use crate::plan::report::Report;
+use crate::plan::request::Request;
 
 /// The points of the sweep; draws it if asked to.
 pub(super) fn run(args: &PlanArgs, gpus: Gpus, on: &SimulatedOn) -> Result<Vec<Point>, CliError> {

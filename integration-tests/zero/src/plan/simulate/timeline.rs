@@ -10,7 +10,8 @@ use zero_shard::ZeroStage;
 use super::SimulatedOn;
 use super::runs::METRICS_BYTES;
 use crate::error::CliError;
-use crate::plan::{Report, Request};
+use crate::plan::report::Report;
+use crate::plan::request::Request;
 
 /// Writes the steps of the fastest stage that fits, or of the fastest.
 pub(super) fn write(
