@@ -1,5 +1,7 @@
 //! One line of JSON as an example.
 
+use std::sync::Arc;
+
 use minijinja::Value;
 use minijinja::value::ValueKind;
 use serde::Deserialize;
@@ -196,7 +198,7 @@ fn conversation(value: &Value, key: &str) -> Result<Vec<Value>, String> {
             ));
         }
     }
-    Ok(messages.into_iter().map(without_nulls).collect())
+    Ok(messages.into_iter().map(as_rendered).collect())
 }
 
 /// The list of tools: JSON as text is parsed, as TRL does.
@@ -213,24 +215,43 @@ fn tools_list(tools: Option<Value>) -> Result<Option<Value>, String> {
     }
 }
 
-/// A message without its keys that are null, as transformers renders it.
-fn without_nulls(message: Value) -> Value {
-    let Ok(keys) = message.try_iter() else {
-        return message;
-    };
-    let fields: Vec<(Value, Value)> = keys
+/// The names that a message may give its reasoning.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// A message as transformers renders it: keys that are null are absent, and reasoning has the names
+/// `thinking` and `reasoning_content`, whatever its name.
+fn as_rendered(message: Value) -> Value {
+    let keys = message.try_iter().into_iter().flatten();
+    let mut fields: Vec<(Value, Value)> = keys
         .filter_map(|key| {
             let value = message.get_item(&key).ok()?;
             Some((key, value))
         })
         .collect();
-    match fields.iter().any(|(_, value)| value.is_none()) {
-        false => message,
-        true => fields
-            .into_iter()
-            .filter(|(_, value)| !value.is_none())
-            .collect(),
+    let before = fields.len();
+    fields.retain(|(_, value)| !value.is_none());
+
+    let place = |fields: &[(Value, Value)], name| {
+        let mut keys = fields.iter();
+        keys.position(|(key, _)| key.as_str() == Some(name))
+    };
+    let of = REASONING.iter().find_map(|name| place(&fields, name));
+    let Some(reasoning) = of.map(|at| fields[at].1.clone()) else {
+        return match fields.len() == before {
+            true => message,
+            false => fields.into_iter().collect(),
+        };
+    };
+    let thinking = match place(&fields, "thinking") {
+        Some(at) => fields.remove(at).1,
+        None => reasoning.clone(),
+    };
+    fields.insert(0, ("thinking".into(), thinking));
+    match place(&fields, "reasoning_content") {
+        Some(at) => fields[at].1 = reasoning,
+        None => fields.push(("reasoning_content".into(), reasoning)),
     }
+    fields.into_iter().collect()
 }
 
 /// The role of a message.
@@ -242,6 +263,16 @@ fn role(message: &Value) -> Option<String> {
 /// Whether a message is the assistant's.
 pub(super) fn is_assistant(message: &Value) -> bool {
     role(message).as_deref() == Some("assistant")
+}
+
+/// Whether a message is the user's.
+pub(super) fn is_user(message: &Value) -> bool {
+    role(message).as_deref() == Some("user")
+}
+
+/// The content of a message, if it is text.
+pub(super) fn content(message: &Value) -> Option<Arc<str>> {
+    message.get_attr("content").ok()?.to_str()
 }
 
 #[cfg(test)]
@@ -265,6 +296,39 @@ mod tests {
             form(&format!(r#"{{"prompt": {chat}, "completion": {chat}}}"#)),
             Ok(Form::Completion)
         );
+    }
+
+    /// As by transformers 5.
+    #[test]
+    fn messages_are_as_transformers_renders_them() {
+        for (message, expected) in [
+            (
+                r#"{"role": "a", "content": "b"}"#,
+                r#"{"role":"a","content":"b"}"#,
+            ),
+            (
+                r#"{"content": null, "role": "a", "tool_calls": null}"#,
+                r#"{"role":"a"}"#,
+            ),
+            (
+                r#"{"role": "a", "reasoning": "b"}"#,
+                r#"{"thinking":"b","role":"a","reasoning":"b","reasoning_content":"b"}"#,
+            ),
+            (
+                r#"{"role": "a", "thinking": "c", "reasoning_content": "b"}"#,
+                r#"{"thinking":"c","role":"a","reasoning_content":"b"}"#,
+            ),
+            (
+                r#"{"reasoning_content": null, "thinking": "", "role": "a"}"#,
+                r#"{"thinking":"","role":"a","reasoning_content":""}"#,
+            ),
+        ] {
+            let line = format!(r#"{{"messages": [{message}]}}"#);
+            let Ok(Line::Messages { messages, .. }) = Line::parse(&line) else {
+                panic!("{line}")
+            };
+            assert_eq!(serde_json::to_string(&messages[0]).unwrap(), expected);
+        }
     }
 
     #[test]

@@ -18,10 +18,13 @@ mod python;
 mod renderer;
 mod rows;
 mod source;
+mod syntax;
 mod template;
 #[cfg(test)]
 mod tests;
+mod trace;
 mod training;
+mod turns;
 mod worker;
 
 use std::num::NonZero;
