@@ -248,8 +248,7 @@ ENDS_TEXT = """\
 {% endif %}
 {% endfor %}
 {% if add_generation_prompt %}
-{{ '<|assistant|>\\n' }}
-{% elif messages[-1].role == 'assistant' %}
+{{ '<|assistant|>\\n' }}{% elif messages[-1].role == 'assistant' %}
 «{{ eos_token }}»{% else %}
 {{ eos_token }}
 {% endif %}

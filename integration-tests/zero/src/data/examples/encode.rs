@@ -114,8 +114,8 @@ impl Encoder {
         self.tokenizer.is_none()
     }
 
-    /// The tokens of a line. The error says what is wrong with it.
-    pub(super) fn encode(&self, line: &Line) -> Result<Encoded, String> {
+    /// The tokens of a line, which is parsed from `text`. The error says what is wrong with it.
+    pub(super) fn encode(&self, line: &Line, text: &str) -> Result<Encoded, String> {
         match line {
             Line::Text(text) => {
                 let tokens = self.ended(self.tokens(text)?);
@@ -126,16 +126,12 @@ impl Encoder {
                 })
             }
             Line::Completion { prompt, completion } => self.completion(prompt, completion),
-            Line::Messages {
-                messages,
-                given,
-                tools,
-            } => {
+            Line::Conversation(_) => {
                 let template = self.template.as_ref().ok_or(
                     "messages need a chat template, and the model's folder has none: add chat_template.jinja to the \
                      folder, pass --tokenizer with a folder that has one, or use `prompt` and `completion`",
                 )?;
-                self.rendered(&template.render(messages, *given, tools.as_ref())?)
+                self.rendered(&template.render(text)?)
             }
         }
     }

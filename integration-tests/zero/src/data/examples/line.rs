@@ -1,10 +1,12 @@
 //! One line of JSON as an example.
 
+use std::fmt;
 use std::sync::Arc;
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
-use serde::Deserialize;
+use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 
 use crate::data::DataError;
 
@@ -37,11 +39,75 @@ impl Form {
 #[cfg(feature = "parquet")]
 pub(super) const KEYS: [&str; 5] = ["text", "prompt", "completion", "messages", "tools"];
 
+/// What a line has under a key, without what a conversation consists of.
+#[derive(Debug)]
+enum Shallow {
+    Text(String),
+    List,
+    /// Its kind, for messages.
+    Other(&'static str),
+}
+
+impl<'de> Deserialize<'de> for Shallow {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ShallowVisitor)
+    }
+}
+
+struct ShallowVisitor;
+
+impl<'de> Visitor<'de> for ShallowVisitor {
+    type Value = Shallow;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Shallow, E> {
+        Ok(Shallow::Text(text.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Shallow, A::Error> {
+        while list.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(Shallow::List)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Shallow, A::Error> {
+        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(Shallow::Other("map"))
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<Shallow, E> {
+        Ok(Shallow::Other("bool"))
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<Shallow, E> {
+        Ok(Shallow::Other("number"))
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<Shallow, E> {
+        Ok(Shallow::Other("number"))
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<Shallow, E> {
+        Ok(Shallow::Other("number"))
+    }
+}
+
 /// The known keys of a line. Others are ignored.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Keys {
-    text: Option<Value>,
+    text: Option<Shallow>,
+    prompt: Option<Shallow>,
+    completion: Option<Shallow>,
+    messages: Option<Shallow>,
+}
+
+/// The keys of a conversation.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct ConversationKeys {
     prompt: Option<Value>,
     completion: Option<Value>,
     messages: Option<Value>,
@@ -56,13 +122,17 @@ pub(super) enum Line {
         prompt: String,
         completion: String,
     },
-    /// A conversation. The first `given` messages are a prompt, whose assistant's messages are not
-    /// trained.
-    Messages {
-        messages: Vec<Value>,
-        given: usize,
-        tools: Option<Value>,
-    },
+    /// A line that [`Conversation::parse`] reads.
+    Conversation(Form),
+}
+
+/// A conversation to render. The first `given` messages are a prompt, whose assistant's messages are
+/// not trained.
+#[derive(Clone, Debug)]
+pub(super) struct Conversation {
+    pub(super) messages: Vec<Value>,
+    pub(super) given: usize,
+    pub(super) tools: Option<Value>,
 }
 
 /// The keys that make a line an example, whatever the flags.
@@ -105,20 +175,26 @@ impl Line {
                 ..
             } => Err("it has both `messages` and `completion`: remove one of them".to_owned()),
             Keys {
-                messages: Some(messages),
-                tools,
+                messages: Some(_), ..
+            } => Ok(Self::Conversation(Form::Messages)),
+            Keys {
+                prompt: Some(Shallow::List),
+                completion: Some(_),
                 ..
-            } => Ok(Self::Messages {
-                messages: conversation(&messages, "messages")?,
-                given: 0,
-                tools: tools_list(tools)?,
-            }),
+            }
+            | Keys {
+                prompt: Some(_),
+                completion: Some(Shallow::List),
+                ..
+            } => Ok(Self::Conversation(Form::Completion)),
             Keys {
                 prompt: Some(prompt),
                 completion: Some(completion),
-                tools,
                 ..
-            } => Self::completion(&prompt, &completion, tools),
+            } => Ok(Self::Completion {
+                prompt: prompt.text("prompt")?,
+                completion: completion.text("completion")?,
+            }),
             Keys {
                 completion: Some(_),
                 ..
@@ -128,7 +204,7 @@ impl Line {
             ),
             Keys {
                 text: Some(text), ..
-            } => Ok(Self::Text(string(&text, "text")?)),
+            } => Ok(Self::Text(text.text("text")?)),
             Keys {
                 prompt: Some(_), ..
             } => Err(
@@ -142,40 +218,50 @@ impl Line {
         }
     }
 
-    fn completion(
-        prompt: &Value,
-        completion: &Value,
-        tools: Option<Value>,
-    ) -> Result<Self, String> {
-        if prompt.kind() != ValueKind::Seq && completion.kind() != ValueKind::Seq {
-            return Ok(Self::Completion {
-                prompt: string(prompt, "prompt")?,
-                completion: string(completion, "completion")?,
-            });
-        }
-        let mut messages = conversation(prompt, "prompt")?;
-        let given = messages.len();
-        messages.extend(conversation(completion, "completion")?);
-        Ok(Self::Messages {
-            messages,
-            given,
-            tools: tools_list(tools)?,
-        })
-    }
-
     pub(super) fn form(&self) -> Form {
         match self {
             Self::Text(_) => Form::Text,
             Self::Completion { .. } => Form::Completion,
-            Self::Messages { given: 0, .. } => Form::Messages,
-            Self::Messages { .. } => Form::Completion,
+            Self::Conversation(form) => *form,
         }
     }
 }
 
-fn string(value: &Value, key: &str) -> Result<String, String> {
-    let text = value.as_str().map(str::to_owned);
-    text.ok_or_else(|| format!("`{key}` is {}, and must be a string", value.kind()))
+impl Shallow {
+    fn text(self, key: &str) -> Result<String, String> {
+        let kind = match self {
+            Self::Text(text) => return Ok(text),
+            Self::List => "sequence",
+            Self::Other(kind) => kind,
+        };
+        Err(format!("`{key}` is {kind}, and must be a string"))
+    }
+}
+
+impl Conversation {
+    /// Parses a line that is [`Line::Conversation`]. The error says what is wrong with it.
+    pub(super) fn parse(line: &str) -> Result<Self, String> {
+        let keys: ConversationKeys = serde_json::from_str(line).map_err(|e| e.to_string())?;
+        let tools = tools_list(keys.tools)?;
+        if let Some(messages) = keys.messages {
+            return Ok(Self {
+                messages: conversation(&messages, "messages")?,
+                given: 0,
+                tools,
+            });
+        }
+        let mut messages = conversation(&keys.prompt.unwrap_or_default(), "prompt")?;
+        let given = messages.len();
+        messages.extend(conversation(
+            &keys.completion.unwrap_or_default(),
+            "completion",
+        )?);
+        Ok(Self {
+            messages,
+            given,
+            tools,
+        })
+    }
 }
 
 /// The messages of a list.
@@ -324,9 +410,7 @@ mod tests {
             ),
         ] {
             let line = format!(r#"{{"messages": [{message}]}}"#);
-            let Ok(Line::Messages { messages, .. }) = Line::parse(&line) else {
-                panic!("{line}")
-            };
+            let messages = Conversation::parse(&line).unwrap().messages;
             assert_eq!(serde_json::to_string(&messages[0]).unwrap(), expected);
         }
     }
@@ -345,14 +429,36 @@ mod tests {
                 r#"{"text": "a", "messages": []}"#,
                 "both `messages` and `text`",
             ),
+            (
+                r#"{"prompt": "a", "completion": {}}"#,
+                "`completion` is map, and must be a string",
+            ),
+        ] {
+            let error = Line::parse(line).unwrap_err();
+            assert!(error.contains(expected), "{line}: {error}");
+        }
+        for (line, expected) in [
             (r#"{"messages": []}"#, "no message"),
             (r#"{"messages": "a"}"#, "must be a list"),
             (
                 r#"{"messages": [{"content": "a"}]}"#,
                 "message 1 of `messages` has no `role`",
             ),
+            (
+                r#"{"prompt": [{"role": "user"}], "completion": "a"}"#,
+                "`completion` is string, and must be a list",
+            ),
+            (
+                r#"{"messages": [{"role": "a"}], "tools": "["}"#,
+                "`tools` is a string, which is not JSON",
+            ),
+            (
+                r#"{"messages": [{"role": "a"}], "tools": {}}"#,
+                "`tools` is map, and must be a list",
+            ),
         ] {
-            let error = Line::parse(line).unwrap_err();
+            assert!(matches!(Line::parse(line), Ok(Line::Conversation(_))));
+            let error = Conversation::parse(line).unwrap_err();
             assert!(error.contains(expected), "{line}: {error}");
         }
     }

@@ -157,7 +157,7 @@ impl Examples {
         let encoder = Arc::clone(&self.encoder);
         let results = in_parallel(lines, |(_, text)| {
             let line = Line::parse(text)?;
-            Ok((line.form(), encoder.encode(&line)?))
+            Ok((line.form(), encoder.encode(&line, text)?))
         });
         for ((number, _), result) in lines.iter().zip(results) {
             let added = result.and_then(|(form, encoded)| self.push(file, *number, form, &encoded));

@@ -40,7 +40,7 @@ impl fmt::Debug for ChatTemplate {
 }
 
 /// A rendered conversation, and the bytes of it that are trained.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, PartialEq, Eq)]
 pub(super) struct Rendered {
     pub(super) text: String,
     pub(super) spans: Vec<Range<usize>>,

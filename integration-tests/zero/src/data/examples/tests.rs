@@ -7,7 +7,7 @@ use serde_json::Value;
 use zero_trainer::{Batch, BatchAt, IGNORED};
 
 use super::encode::Encoder;
-use super::line::Line;
+use super::line::Conversation;
 use super::source::files;
 use super::template::{ChatTemplate, Rendered, SpecialTokens};
 use super::trace::Traced;
@@ -351,7 +351,12 @@ fn assistant_spans_are_those_of_transformers() {
     let encoder = Encoder::open(&source()).unwrap();
     for (template, case, messages, tools) in chat_cases() {
         let what = format!("{}, {}", case["template"], case["conversation"]);
-        let rendered = template.render(&messages, 0, tools.as_ref());
+        let conversation = Conversation {
+            messages: messages.clone(),
+            given: 0,
+            tools,
+        };
+        let rendered = template.render(&conversation);
         if let (Some(tokens), Ok(rendered)) = (case["tokens"].as_array(), &rendered) {
             let encoded = encoder.rendered(rendered).unwrap();
             assert_eq!(
@@ -415,15 +420,7 @@ fn chat_template(text: &str) -> ChatTemplate {
 }
 
 fn render(template: &ChatTemplate, line: &Value) -> Result<Rendered, String> {
-    let Line::Messages {
-        messages,
-        given,
-        tools,
-    } = Line::parse(&line.to_string())?
-    else {
-        panic!("{line} has no messages")
-    };
-    template.render(&messages, given, tools.as_ref())
+    template.render(&Conversation::parse(&line.to_string())?)
 }
 
 /// The text with what is trained in brackets.

@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use minijinja::Value;
 
-use super::line::{content, is_assistant, is_user};
+use super::line::{Conversation, content, is_assistant, is_user};
 use super::syntax::MARKS;
 use super::template::{ChatTemplate, Rendered};
 use super::trace::Traced;
@@ -26,17 +26,17 @@ use super::trace::Traced;
 const THOUGHT: &str = "<think>";
 
 impl ChatTemplate {
-    /// Renders a conversation. Trained are the assistant's messages after the first `given`
-    /// messages.
+    /// Renders a conversation. Trained are the assistant's messages after those that are given.
     ///
     /// # Errors
     /// What the template raises, or a text from which the assistant's part cannot be told.
-    pub(super) fn render(
-        &self,
-        messages: &[Value],
-        given: usize,
-        tools: Option<&Value>,
-    ) -> Result<Rendered, String> {
+    pub(super) fn render(&self, conversation: &Conversation) -> Result<Rendered, String> {
+        let Conversation {
+            messages,
+            given,
+            tools,
+        } = conversation;
+        let tools = tools.as_ref();
         if self.marks && messages.iter().chain(tools).any(has_mark) {
             return Err(self.named(
                 "it has generation blocks, which U+FDD0 and U+FDD1 mark, and a message has these characters: remove them",
@@ -45,7 +45,7 @@ impl ChatTemplate {
         let mut whole = self.text(messages, tools, false)?;
         if self.marks {
             let (text, spans) = self.unmarked(&whole.text)?;
-            if given == 0 {
+            if *given == 0 {
                 return Ok(Rendered {
                     text,
                     spans,
@@ -56,22 +56,22 @@ impl ChatTemplate {
             whole = Traced::untraced(text);
         }
 
-        let conversation = Conversation {
+        let turns = Turns {
             template: self,
             messages,
             tools,
             whole,
         };
-        let spans = match given {
-            0 => conversation.assistant()?,
-            _ => {
-                let start = conversation.completion(given)?;
-                let end = conversation.whole.text.len();
+        let spans = match *given {
+            0 => turns.assistant()?,
+            given => {
+                let start = turns.completion(given)?;
+                let end = turns.whole.text.len();
                 std::iter::once(start..end).collect()
             }
         };
         Ok(Rendered {
-            text: conversation.whole.text,
+            text: turns.whole.text,
             spans,
             marked: false,
         })
@@ -99,14 +99,14 @@ impl ChatTemplate {
 }
 
 /// A conversation and its text.
-struct Conversation<'a> {
+struct Turns<'a> {
     template: &'a ChatTemplate,
     messages: &'a [Value],
     tools: Option<&'a Value>,
     whole: Traced,
 }
 
-impl Conversation<'_> {
+impl Turns<'_> {
     /// The spans of the assistant's messages.
     fn assistant(&self) -> Result<Vec<Range<usize>>, String> {
         let mut spans = Vec::new();
