@@ -11,14 +11,13 @@
 
 mod encode;
 mod epochs;
+mod jinja;
 mod line;
 #[cfg(feature = "parquet")]
 mod parquet;
-mod python;
 mod renderer;
 mod rows;
 mod source;
-mod syntax;
 mod template;
 #[cfg(test)]
 mod tests;

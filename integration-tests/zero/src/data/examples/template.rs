@@ -1,8 +1,8 @@
 //! The chat template of a model's folder.
 //!
-//! A template is a Jinja program. minijinja runs it with the functions that transformers gives it:
-//! `raise_exception`, `strftime_now`, Python's methods of strings and dictionaries, and the special
-//! tokens; values are printed as [`python`] does. [`super::turns`] finds the assistant's text.
+//! A template is a Jinja program. minijinja runs it as jinja2 does ([`super::jinja`]) with what
+//! transformers gives it: `raise_exception`, `strftime_now` and the special tokens.
+//! [`super::turns`] finds the assistant's text.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,9 +16,9 @@ use serde::{Deserialize, Serialize};
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_models::hf::companions::read_json;
 
-use super::syntax::{self, TRACE};
+use super::jinja::{self, TRACE};
 use super::trace::{Message, Text, Trace, Traced};
-use super::{python, worker};
+use super::worker;
 use crate::data::DataError;
 
 /// The special tokens of a folder, by name, such as `eos_token`.
@@ -146,14 +146,16 @@ impl ChatTemplate {
         special_tokens: SpecialTokens,
         now: i64,
     ) -> Result<Self, DataError> {
-        let syntax::Source { text, marks } = syntax::rewrite(text);
-        let mut environment = environment(now);
+        let failed = |message: String| DataError::Template {
+            path: path.clone(),
+            message,
+        };
+        let jinja::Source { text, marks } = jinja::rewrite(text).map_err(failed)?;
+        let mut environment = jinja::environment();
+        environment.add_function("strftime_now", move |format: &str| strftime(now, format));
         environment
             .add_template_owned("chat", text)
-            .map_err(|error| DataError::Template {
-                path: path.clone(),
-                message: describe(&error),
-            })?;
+            .map_err(|error| failed(describe(&error)))?;
         Ok(Self {
             path,
             environment,
@@ -195,23 +197,6 @@ impl ChatTemplate {
     pub(super) fn named(&self, message: &str) -> String {
         format!("the chat template {}: {message}", self.path.display())
     }
-}
-
-/// An environment as that of transformers.
-fn environment(now: i64) -> Environment<'static> {
-    let mut environment = Environment::new();
-    environment.set_trim_blocks(true);
-    environment.set_lstrip_blocks(true);
-    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.add_function(
-        "raise_exception",
-        |message: String| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        },
-    );
-    environment.add_function("strftime_now", move |format: &str| strftime(now, format));
-    python::add_to(&mut environment);
-    environment
 }
 
 /// The time as text, in UTC.

@@ -2,7 +2,7 @@
 //!
 //! A template reorders, strips and drops what messages have, so a message is not found by its
 //! contents. But it goes through the messages in a loop: what it writes while it is at a message is
-//! that message's text. Loops call [`Trace`] ([`super::syntax`]), which notes how much text there
+//! that message's text. Loops call [`Trace`] ([`super::jinja`]), which notes how much text there
 //! is; [`Message`] tells which message a loop is at.
 
 use std::fmt;

@@ -17,8 +17,8 @@ use std::ops::Range;
 
 use minijinja::Value;
 
+use super::jinja::MARKS;
 use super::line::{Conversation, content, is_assistant, is_user};
-use super::syntax::MARKS;
 use super::template::{ChatTemplate, Rendered};
 use super::trace::Traced;
 

@@ -1,29 +1,34 @@
 //! The source of a template in pieces, and the calls that are put into it.
 //!
-//! `{% generation %}` is a tag of transformers only, and becomes a mark in the rendered text.
+//! Expressions become those of minijinja ([`super::expression`]). `{% generation %}` is a tag of
+//! transformers only, and becomes a mark in the rendered text.
 //! Loops report which message they are at, so that the rendering can tell which text is whose
-//! ([`super::trace`]).
+//! ([`crate::data::examples::trace`]).
+
+use super::expression::Macros;
+use super::{expression, is_name, statement};
 
 /// Marks of the begin and the end of a generation block: characters that no text has.
-pub(super) const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
+pub(in super::super) const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
 
-/// The variable with the methods `at` and `end` of [`super::trace::Trace`].
-pub(super) const TRACE: &str = "__trace";
+/// The variable with the methods `at` and `end` of a trace.
+pub(in super::super) const TRACE: &str = "__trace";
 
 /// A piece of a source.
 #[derive(Debug, PartialEq, Eq)]
 enum Piece<'a> {
     /// Text, comments and raw blocks, as they are.
     Text(&'a str),
-    /// `{{ }}`, as it is.
-    Print(&'a str),
+    /// `{{ }}`.
+    Print(Tag<'a>),
     /// `{% %}`.
     Block(Tag<'a>),
 }
 
-/// A block tag.
+/// A tag.
 #[derive(Debug, PartialEq, Eq)]
 struct Tag<'a> {
+    raw: &'a str,
     /// What it does to the white space on its left: `-`, `+` or nothing.
     left: &'a str,
     inside: &'a str,
@@ -37,10 +42,6 @@ impl<'a> Tag<'a> {
         let end = inside.find(|c: char| !is_name(c)).unwrap_or(inside.len());
         (&inside[..end], inside[end..].trim())
     }
-}
-
-fn is_name(c: char) -> bool {
-    c.is_alphanumeric() || c == '_'
 }
 
 /// The pieces of a source. What does not end is text, which minijinja reports.
@@ -61,9 +62,9 @@ fn pieces(source: &str) -> Vec<Piece<'_>> {
         let raw = &tag[..len];
         rest = &tag[len..];
         let piece = match raw.get(..2) {
-            Some("{{") => Piece::Print(raw),
+            Some("{{") => Piece::Print(tag_of(raw)),
             Some("{%") => {
-                let tag = block(raw);
+                let tag = tag_of(raw);
                 if tag.words().0 == "raw" {
                     let end = end_of_raw(rest);
                     rest = &rest[end..];
@@ -114,13 +115,14 @@ fn tag_len(tag: &str, end: &str) -> Option<usize> {
     None
 }
 
-/// A block tag with its braces.
-fn block(raw: &str) -> Tag<'_> {
+/// A tag with its braces.
+fn tag_of(raw: &str) -> Tag<'_> {
     let is_sign = |c: char| c == '-' || c == '+';
     let inside = &raw[2..raw.len() - 2];
     let left = usize::from(inside.starts_with(is_sign));
     let right = inside.len() - usize::from(inside[left..].ends_with(is_sign));
     Tag {
+        raw,
         left: &inside[..left],
         inside: &inside[left..right],
         right: &inside[right..],
@@ -136,7 +138,7 @@ fn end_of_raw(text: &str) -> usize {
             break;
         };
         let end = start + len + 2;
-        if block(&text[start..end]).words().0 == "endraw" {
+        if tag_of(&text[start..end]).words().0 == "endraw" {
             return end;
         }
         from = start + 2;
@@ -145,31 +147,51 @@ fn end_of_raw(text: &str) -> usize {
 }
 
 /// A template for minijinja.
-pub(super) struct Source {
-    pub(super) text: String,
+pub(in super::super) struct Source {
+    pub(in super::super) text: String,
     /// Whether it has generation blocks.
-    pub(super) marks: bool,
+    pub(in super::super) marks: bool,
 }
 
-/// Replaces generation blocks by marks, and adds calls of [`TRACE`] to loops.
-pub(super) fn rewrite(source: &str) -> Source {
-    let mut text = String::with_capacity(source.len());
+/// Rewrites a template: expressions, generation blocks as marks, and loops with calls of [`TRACE`].
+///
+/// # Errors
+/// A tag that jinja2 refuses, or that is not supported.
+pub(in super::super) fn rewrite(source: &str) -> Result<Source, String> {
+    let mut text = String::with_capacity(2 * source.len());
     let mut marks = false;
     // The loops that a piece is in: the variable, if it is one name.
     let mut loops: Vec<(usize, Option<&str>)> = Vec::new();
-    for (id, piece) in pieces(source).into_iter().enumerate() {
+    let mut line = 1;
+    let pieces = pieces(source);
+    let macros: Macros = pieces
+        .iter()
+        .filter_map(|piece| match piece {
+            Piece::Block(tag) if tag.words().0 == "macro" => {
+                statement::first_default(tag.words().1)
+            }
+            _ => None,
+        })
+        .collect();
+    for (id, piece) in pieces.into_iter().enumerate() {
+        let (Piece::Text(raw) | Piece::Print(Tag { raw, .. }) | Piece::Block(Tag { raw, .. })) =
+            piece;
+        let first_line = line;
+        line += raw.matches('\n').count();
+        let named = |why: String| format!("{why} in {:?} (line {first_line})", raw.trim());
         let tag = match piece {
-            Piece::Text(raw) | Piece::Print(raw) => {
+            Piece::Text(_) => {
                 text.push_str(raw);
+                continue;
+            }
+            Piece::Print(tag) => {
+                let value = expression::printed(tag.inside, &macros).map_err(named)?;
+                text.push_str(&format!("{{{{{} {value} {}}}}}", tag.left, tag.right));
                 continue;
             }
             Piece::Block(tag) => tag,
         };
-        let Tag {
-            left,
-            inside,
-            right,
-        } = tag;
+        let Tag { left, right, .. } = tag;
         let (keyword, rest) = tag.words();
         let call = match keyword {
             "generation" | "endgeneration" => {
@@ -196,15 +218,24 @@ pub(super) fn rewrite(source: &str) -> Source {
             }),
             _ => None,
         };
+        let inside = statement::rewritten(keyword, rest, &macros).map_err(named)?;
+        // What is set in a block is set there only.
+        let opens_scope = keyword == "filter" || keyword == "set" && !rest.contains('=');
         match call {
-            None => text.push_str(&format!("{{%{left}{inside}{right}%}}")),
+            _ if opens_scope => {
+                text.push_str(&format!("{{%{left} {inside} %}}{{% with {right}%}}"));
+            }
+            _ if matches!(keyword, "endset" | "endfilter") => {
+                text.push_str(&format!("{{%{left} endwith %}}{{% {inside} {right}%}}"));
+            }
+            None => text.push_str(&format!("{{%{left} {inside} {right}%}}")),
             // Of two tags, the last has what the tag does to the white space behind it.
             Some(call) => text.push_str(&format!(
-                "{{%{left}{inside}%}}{{% do {TRACE}.{call} {right}%}}"
+                "{{%{left} {inside} %}}{{% do {TRACE}.{call} {right}%}}"
             )),
         }
     }
-    Source { text, marks }
+    Ok(Source { text, marks })
 }
 
 /// The variable of `for VARIABLE in ...`.
@@ -232,7 +263,7 @@ mod tests {
     fn kinds(source: &str) -> Vec<String> {
         let kind = |piece: &Piece| match piece {
             Piece::Text(text) => format!("t:{text}"),
-            Piece::Print(text) => format!("p:{text}"),
+            Piece::Print(tag) => format!("p:{}|{}|{}", tag.left, tag.inside.trim(), tag.right),
             Piece::Block(tag) => format!("b:{}|{}|{}", tag.left, tag.inside.trim(), tag.right),
         };
         pieces(source).iter().map(kind).collect()
@@ -241,13 +272,13 @@ mod tests {
     #[test]
     fn tags_end_outside_of_strings_and_brackets() {
         for (source, expected) in [
-            ("a{{ '}}' }}b", vec!["t:a", "p:{{ '}}' }}", "t:b"]),
-            ("{{ {'a': {}} }}", vec!["p:{{ {'a': {}} }}"]),
+            ("a{{ '}}' }}b", vec!["t:a", "p:|'}}'|", "t:b"]),
+            ("{{- {'a': {}} }}", vec!["p:-|{'a': {}}|"]),
             ("{%- if '%}\\'%}' +%}{", vec!["b:-|if '%}\\'%}'|+", "t:{"]),
-            ("{# {{ a #}{{ b }}", vec!["t:{# {{ a #}", "p:{{ b }}"]),
+            ("{# {{ a #}{{ b }}", vec!["t:{# {{ a #}", "p:|b|"]),
             (
                 "{% raw %}{{ a }}{% b %}{%- endraw -%}{{ c }}",
-                vec!["t:{% raw %}{{ a }}{% b %}{%- endraw -%}", "p:{{ c }}"],
+                vec!["t:{% raw %}{{ a }}{% b %}{%- endraw -%}", "p:|c|"],
             ),
             ("{{ a", vec!["t:{{ a"]),
             ("é{%é", vec!["t:é{%é"]),
@@ -256,8 +287,8 @@ mod tests {
             let whole: String = pieces(source)
                 .iter()
                 .map(|piece| match piece {
-                    Piece::Text(text) | Piece::Print(text) => (*text).to_owned(),
-                    Piece::Block(tag) => format!("{{%{}{}{}%}}", tag.left, tag.inside, tag.right),
+                    Piece::Text(raw) => *raw,
+                    Piece::Print(tag) | Piece::Block(tag) => tag.raw,
                 })
                 .collect();
             assert_eq!(whole, source);
@@ -266,20 +297,44 @@ mod tests {
 
     #[test]
     fn loops_report_their_message() {
-        let rewritten = |source| rewrite(source).text;
+        let rewritten = |source| rewrite(source).unwrap().text;
         assert_eq!(
             rewritten("{%- for m in messages -%}\nx{%- endfor +%}"),
-            "{%- for m in messages %}{% do __trace.at(0, m) -%}\nx{%- endfor %}{% do __trace.end(0) +%}"
+            "{%- for m in (messages|__iter) %}{% do __trace.at(0, m) -%}\nx\
+             {%- endfor %}{% do __trace.end(0) +%}"
         );
         assert_eq!(
             rewritten(
-                "{% for i in range(2) %}{% set m = all[ i ] %}{% set n = all[i - 1] %}{% endfor %}"
+                "{% for i in range(2) %}{% set m = all[ i ] %}{% set n = all[0] %}{% endfor %}"
             ),
-            "{% for i in range(2) %}{% do __trace.at(0, i) %}{% set m = all[ i ] %}{% do __trace.at(0, m) %}\
-             {% set n = all[i - 1] %}{% endfor %}{% do __trace.end(0) %}"
+            "{% for i in (range(2)|__iter) %}{% do __trace.at(0, i) %}\
+             {% set m = (all|__item(i)) %}{% do __trace.at(0, m) %}\
+             {% set n = (all|__item(0)) %}{% endfor %}{% do __trace.end(0) %}"
         );
-        let unchanged =
-            "{% for k, v in a.items() %}{% set m = a[k] %}{% endfor %}{% set b = a[i] %}";
-        assert_eq!(rewritten(unchanged), unchanged);
+        assert_eq!(
+            rewritten("{% for k, v in a %}{% set m = b %}{% endfor %}"),
+            "{% for k, v in (a|__iter) %}{% set m = b %}{% endfor %}"
+        );
+    }
+
+    #[test]
+    fn unsupported_tags_name_their_line() {
+        for (source, expected) in [
+            (
+                "\n{% do a %}",
+                "the tag \"do\" is not supported in \"{% do a %}\" (line 2)",
+            ),
+            (
+                "{{ a b }}",
+                "expected the end before b in \"{{ a b }}\" (line 1)",
+            ),
+            ("{{ 1 < 2 < 3 }}", "a chain of comparisons is not supported"),
+            ("{{ f(*a) }}", "arguments from a list are not supported"),
+            ("{{ '\\N{DASH}' }}", "the escape \\N is not supported"),
+            ("{% for a %}", "expected `in`"),
+        ] {
+            let error = rewrite(source).err().unwrap();
+            assert!(error.contains(expected), "{error}");
+        }
     }
 }
