@@ -49,16 +49,19 @@ class Maker:
         if kind == 2:
             return self.one(*NUMBERS)
         if kind == 3:
-            return self.one(*FLOATS)
+            return self.float()
         if kind in (4, 5):
             return self.one(*STRINGS)
         if kind in (6, 7):
             return [self.value(depth - 1) for _ in range(self.random.randrange(4))]
         return {self.one(*KEYS): self.value(depth - 1) for _ in range(self.random.randrange(4))}
 
+    def float(self):
+        return self.one(*FLOATS, self.random.uniform(-1e3, 1e3), self.random.random() * 10.0 ** self.random.randrange(-300, 300))
+
     def values(self):
         return {
-            "i": self.one(*NUMBERS), "j": self.one(*NUMBERS), "x": self.one(*FLOATS), "y": self.one(*FLOATS),
+            "i": self.one(*NUMBERS), "j": self.one(*NUMBERS), "x": self.float(), "y": self.float(),
             "s": self.one(*STRINGS), "t": self.one(*STRINGS), "b": self.one(True, False), "n": None, "v": self.value(),
             "l": [self.value(2) for _ in range(self.random.randrange(5))],
             "m": [self.one(*NUMBERS[:9]) for _ in range(self.random.randrange(5))],

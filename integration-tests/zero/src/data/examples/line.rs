@@ -242,6 +242,11 @@ impl Conversation {
     /// Parses a line that is [`Line::Conversation`]. The error says what is wrong with it.
     pub(super) fn parse(line: &str) -> Result<Self, String> {
         let keys: ConversationKeys = serde_json::from_str(line).map_err(|e| e.to_string())?;
+        if let Some(number) = lost_integer(line) {
+            return Err(format!(
+                "the number {number} is not supported: write it as a string, or with a point"
+            ));
+        }
         let tools = tools_list(keys.tools)?;
         if let Some(messages) = keys.messages {
             return Ok(Self {
@@ -262,6 +267,42 @@ impl Conversation {
             tools,
         })
     }
+}
+
+/// The first integer of a line of JSON that becomes a float when it is parsed, and so is printed
+/// otherwise.
+fn lost_integer(line: &str) -> Option<&str> {
+    // Of a line, the parts outside of strings.
+    let mut is_string = false;
+    let mut rest = line;
+    while let Some(at) = rest.find(if is_string { ['"', '\\'] } else { ['"', '"'] }) {
+        let outside = &rest[..at];
+        let lost = (!is_string).then(|| lost_integer_in(outside)).flatten();
+        if lost.is_some() {
+            return lost;
+        }
+        let is_escape = rest[at..].starts_with('\\');
+        is_string ^= !is_escape;
+        rest = rest
+            .get(at + 1 + usize::from(is_escape)..)
+            .unwrap_or_default();
+    }
+    lost_integer_in(rest).filter(|_| !is_string)
+}
+
+fn lost_integer_in(text: &str) -> Option<&str> {
+    let mut numbers = text.split(|c: char| !c.is_ascii_digit() && !"+-.eE".contains(c));
+    numbers.find(|number| {
+        let is_integer = number
+            .trim_start_matches('-')
+            .bytes()
+            .all(|b| b.is_ascii_digit());
+        let is_kept = match number.strip_prefix('-') {
+            Some(digits) => number.parse::<i64>().is_ok() && digits != "0",
+            None => number.parse::<u64>().is_ok(),
+        };
+        is_integer && !number.is_empty() && !is_kept
+    })
 }
 
 /// The messages of a list.
@@ -451,6 +492,14 @@ mod tests {
             (
                 r#"{"messages": [{"role": "a"}], "tools": "["}"#,
                 "`tools` is a string, which is not JSON",
+            ),
+            (
+                r#"{"messages": [{"role": "a", "n\\\"": -123456789012345678901.0, "m": 18446744073709551616}]}"#,
+                "the number 18446744073709551616 is not supported",
+            ),
+            (
+                r#"{"messages": [{"role": "18446744073709551616", "n": -0}]}"#,
+                "the number -0 is not supported",
             ),
             (
                 r#"{"messages": [{"role": "a"}], "tools": {}}"#,

@@ -274,19 +274,25 @@ impl<'a> Parser<'a> {
     }
 
     pub(super) fn or(&mut self) -> Parsed {
-        let mut left = self.and()?;
-        while self.take_word("or") {
-            left = format!("({} or {})", kept(left), self.and()?);
-        }
-        Ok(left)
+        self.words("or", Self::and)
     }
 
     fn and(&mut self) -> Parsed {
-        let mut left = self.not()?;
-        while self.take_word("and") {
-            left = format!("({} and {})", kept(left), self.not()?);
+        self.words("and", Self::not)
+    }
+
+    /// Operands with `and` or `or` between them.
+    fn words(&mut self, word: &str, operand: fn(&mut Self) -> Parsed) -> Parsed {
+        let mut last = operand(self)?;
+        let mut before = String::new();
+        while self.take_word(word) {
+            before.push_str(&format!("{} {word} ", kept(last)));
+            last = operand(self)?;
         }
-        Ok(left)
+        Ok(match before.is_empty() {
+            true => last,
+            false => format!("({before}{last})"),
+        })
     }
 
     fn not(&mut self) -> Parsed {
@@ -321,22 +327,27 @@ impl<'a> Parser<'a> {
             };
             pairs.push((operator, self.sum()?));
         }
-        Ok(match &pairs[..] {
-            [] => left,
-            [(operator, right)] => {
-                let name = match *operator {
-                    "==" => "__eq",
-                    "!=" => "__ne",
-                    "in" => "__in",
-                    "not in" => "__not_in",
-                    "<" => "__lt",
-                    "<=" => "__le",
-                    ">" => "__gt",
-                    _ => "__ge",
-                };
-                format!("({left}|{name}({right}))")
-            }
-            _ => return Err("a chain of comparisons is not supported".to_owned()),
+        // `a < b < c` is `a < b and b < c`.
+        let mut left = left;
+        let mut all = Vec::new();
+        for (operator, right) in pairs {
+            let filter = match operator {
+                "==" => "__eq",
+                "!=" => "__ne",
+                "in" => "__in",
+                "not in" => "__not_in",
+                "<" => "__lt",
+                "<=" => "__le",
+                ">" => "__gt",
+                _ => "__ge",
+            };
+            all.push(format!("({left}|{filter}({right}))"));
+            left = right;
+        }
+        Ok(match all.len() {
+            0 => left,
+            1 => all.swap_remove(0),
+            _ => format!("({})", all.join(" and ")),
         })
     }
 
@@ -557,7 +568,7 @@ impl<'a> Parser<'a> {
                     true => self.arguments(None)?,
                     false => String::new(),
                 };
-                value = format!("({value}|{name}{arguments})");
+                value = format!("{value}|{name}{arguments}");
             } else if self.take_word("is") {
                 value = self.test(&value)?;
             } else if self.is_sign("(") {

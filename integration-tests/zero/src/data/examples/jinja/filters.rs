@@ -511,8 +511,9 @@ fn round(value: &Value, args: Rest<Value>) -> Result {
                     .unwrap_or(number),
             )),
         },
-        Some("ceil") => Ok(Value::from((number * scale).ceil() / scale)),
-        Some("floor") => Ok(Value::from((number * scale).floor() / scale)),
+        // Python's are integers, of which zero has no sign.
+        Some("ceil") => Ok(Value::from(((number * scale).ceil() + 0.0) / scale)),
+        Some("floor") => Ok(Value::from(((number * scale).floor() + 0.0) / scale)),
         Some(other) => Err(refused(format!("round: no method {other:?}"))),
     }
 }
