@@ -19,7 +19,6 @@ mod words;
 
 use std::any::Any;
 use std::collections::HashMap;
-use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
@@ -33,7 +32,7 @@ use zero_models::hf::tokenizer_files::{GPT2_FILES, TOKENIZER_FILE, gpt2_files, i
 use super::DataError;
 use encoder::NamedTokens;
 pub(crate) use fit::check_tokenizer;
-use places::Places;
+use places::{PlacedTokens, Places};
 use rules::Rules;
 pub(super) use special::DocumentEnds;
 use untrusted::{Parts, check_model};
@@ -225,10 +224,7 @@ impl TextTokenizer {
     }
 
     /// The tokens of a text without further special tokens, and the bytes of each.
-    pub(crate) fn encode_with_places(
-        &self,
-        text: &str,
-    ) -> Result<(Vec<u32>, Vec<Range<usize>>), DataError> {
+    pub(crate) fn encode_with_places(&self, text: &str) -> Result<PlacedTokens, DataError> {
         let failed = |error| self.error("failed to tokenize the text", &error);
         if let Some(places) = &self.places {
             let (inner, rules) = (&self.inner, self.rules.as_ref());

@@ -8,6 +8,9 @@ use tokenizers::{PostProcessorWrapper, Tokenizer};
 use super::encoder::{Encoder, Failed, NamedTokens, Words, byte_chars};
 use super::rules::Rules;
 
+/// Tokens, and the bytes of each.
+pub(crate) type PlacedTokens = (Vec<u32>, Vec<Range<usize>>);
+
 /// Finds places for a tokenizer whose tokens are bytes of the text, one behind the other.
 ///
 /// # Why
@@ -60,7 +63,7 @@ impl Places {
         rules: Option<&Rules>,
         named: &NamedTokens,
         text: &str,
-    ) -> tokenizers::Result<Option<(Vec<u32>, Vec<Range<usize>>)>> {
+    ) -> tokenizers::Result<Option<PlacedTokens>> {
         let idle = self.idle.lock().pop();
         let mut encoder = match idle {
             Some(words) => Encoder::with(tokenizer, rules, named, words),

@@ -420,6 +420,10 @@ impl<'a> Parser<'a> {
             Token::Name("true" | "True") => Ok("true".to_owned()),
             Token::Name("false" | "False") => Ok("false".to_owned()),
             Token::Name("none" | "None") => Ok("none".to_owned()),
+            Token::Name("and" | "else" | "if" | "in" | "is" | "not" | "or") => {
+                self.at -= 1;
+                Err(self.unexpected("an expression"))
+            }
             Token::Name(name) => Ok(name.to_owned()),
             Token::Number(text) => Ok(text),
             Token::Text(mut text) => {
@@ -445,6 +449,9 @@ impl<'a> Parser<'a> {
             Token::Sign("{") => {
                 let items = self.items("}", |parser| {
                     let key = parser.expression()?;
+                    if key.starts_with(['[', '{']) {
+                        return Err("a list or a dictionary as a key".to_owned());
+                    }
                     parser.expect(":")?;
                     Ok(format!("({key}|__key): {}", parser.expression()?))
                 })?;

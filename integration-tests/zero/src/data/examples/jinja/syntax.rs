@@ -328,6 +328,8 @@ mod tests {
                 "{{ a b }}",
                 "expected the end before b in \"{{ a b }}\" (line 1)",
             ),
+            ("{{ {[1]: 2} }}", "a list or a dictionary as a key"),
+            ("{{ a ~ not b }}", "expected an expression before not"),
             ("{{ f(*a) }}", "arguments from a list are not supported"),
             ("{{ '\\N{DASH}' }}", "the escape \\N is not supported"),
             ("{% for a %}", "expected `in`"),
