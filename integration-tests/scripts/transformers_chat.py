@@ -1,4 +1,4 @@
-"""Renders chat templates of seven forms with transformers, for the tests of zero's renderer.
+"""Renders chat templates of several forms with transformers, for the tests of zero's renderer.
 
 The templates are written from the public descriptions of the formats. Writes tests/data/examples/chat.json. Needs
 transformers and jinja2:  python transformers_chat.py
@@ -190,6 +190,112 @@ THINKING = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
+# Templates that render a message otherwise by its place. « and » enclose what is trained: the tests have the templates
+# without them, and the masks are those of the templates with generation blocks in their place.
+DROPS_THOUGHTS = """\
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == 'user' and ns.last < 0 %}{% set ns.last = messages | length - loop.index %}{% endif %}
+{%- endfor %}
+{%- if tools %}{{- 'Tools: ' + tools | tojson + '\\n' }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- set content = message.content | default('', true) %}
+        {%- set thought = message.reasoning_content | default('') %}
+        {%- if '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}«
+        {%- if loop.index0 > ns.last %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}
+        {{- content | trim }}
+        {%- for call in message.tool_calls %}{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}
+        {{- '<|im_end|>\\n' }}»
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{% endif %}
+"""
+
+CHANNELS = """\
+{%- set turns = messages %}
+{%- if messages[0].role == 'system' %}{{- messages[0].content }}{% set turns = messages[1:] %}{% endif %}
+{%- for message in turns -%}
+    {%- if message.role == 'assistant' -%}«
+        {%- if loop.last and message.thinking is defined -%}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' -}}
+        {%- endif -%}
+        {%- if message.tool_calls -%}
+            {{- '<|start|>assistant to=' + message.tool_calls[0].function.name + '<|channel|>commentary<|message|>' -}}
+            {{- message.tool_calls[0].function.arguments | tojson + '<|call|>' -}}
+        {%- else -%}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + message.content -}}
+            {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' -}}
+        {%- endif -%}
+    »{%- else -%}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
+"""
+
+ENDS_TEXT = """\
+{% for message in messages %}
+{% if message.role == 'assistant' %}
+{{ '<|assistant|>\\n' }}«{{ message.content + '<|end|>\\n' }}»{% elif message.role in ['system', 'user'] %}
+{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|assistant|>\\n' }}{% elif messages[-1].role == 'assistant' %}
+«{{ eos_token }}»{% else %}
+{{ eos_token }}
+{% endif %}
+"""
+
+RESULTS_IN_TURN = """\
+{{- bos_token -}}
+{%- set ns = namespace(open=false) -%}
+{%- for i in range(messages | length) -%}
+    {%- set message = messages[i] -%}
+    {%- if message.role == 'assistant' -%}
+        {%- if not ns.open -%}{{- '<turn>model\\n' -}}{%- endif -%}
+        «{%- for call in message.tool_calls -%}{{- '<call>' + call.function.name + '</call>' -}}{%- endfor -%}»
+        {%- set ns.open = false -%}
+        {%- for k in range(i + 1, messages | length) -%}
+            {%- set follow = messages[k] -%}
+            {%- if follow.role != 'tool' -%}{%- break -%}{%- endif -%}
+            {%- set ns.open = true -%}
+            {{- '<result>' + follow.content + '</result>' -}}
+        {%- endfor -%}
+        «{{- message.content | default('', true) | trim -}}
+        {%- if not ns.open -%}{{- '</turn>\\n' -}}{%- endif -%}»
+    {%- elif message.role != 'tool' -%}
+        {{- '<turn>' + message.role + '\\n' + message.content + '</turn>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and not ns.open -%}{{- '<turn>model\\n' -}}{%- endif -%}
+"""
+
+FIRST_TURN_HAS_MORE = """\
+{% for message in messages %}{% if loop.first and message.role != 'system' %}<|im_start|>system
+Be kind.<|im_end|>
+{% endif %}<|im_start|>{{ message.role }}
+{% if message.role == 'assistant' %}«{{ message.content }}<|im_end|>
+»{% else %}{{ message.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}
+"""
+
+HISTORIES = {
+    "drops thoughts": DROPS_THOUGHTS,
+    "channels": CHANNELS,
+    "ends text": ENDS_TEXT,
+    "results in turn": RESULTS_IN_TURN,
+    "first turn has more": FIRST_TURN_HAS_MORE,
+}
+
 TEMPLATES = {
     "chatml": CHATML,
     "marked": MARKED,
@@ -234,10 +340,84 @@ CONVERSATIONS = {
 }
 
 
+def call(content, arguments, name="weather", **more):
+    one = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return say("assistant", content, tool_calls=[one], **more)
+
+
+def user(content):
+    return say("user", content)
+
+
+def reply(content, **more):
+    return say("assistant", content, **more)
+
+
+def result(content):
+    return say("tool", content, name="weather", tool_call_id="call00001")
+
+
+SYSTEM = say("system", "Be short.")
+ZURICH = {"place": "Zürich"}
+TURNS = {
+    "one turn": [user("Who waits?"), reply("The host.")],
+    "system": [SYSTEM, user("Who waits?"), reply("The host.")],
+    "three turns": [SYSTEM, user("a"), reply("b"), user("c"), reply("d"), user("e"), reply("f")],
+    "user last": [user("a"), reply("b"), user("c"), reply("d"), user("e")],
+    "equal contents": [user("same"), reply("same"), user("same"), reply("same")],
+    "reply in the question": [user("Say yes, not no."), reply("yes"), user("yes?"), reply("no")],
+    "header as content": [user("assistant"), reply("assistant"), user("<|im_start|>assistant\n"), reply("<|im_start|>")],
+    "empty replies": [user("a"), reply(""), user("b"), reply("")],
+    "empty questions": [user(""), reply("a"), user(""), reply("b")],
+    "white space": [user(" a\n"), reply("\n b \n"), user("\t"), reply(" \n"), user("c"), reply("d  ")],
+    "unicode": [user("漢字?"), reply("Größe 🦀\u200b"), user("é\u0301"), reply("👩‍👩‍👧")],
+    "jinja as content": [user("{{ a }} {% b %}"), reply("{# c #} {{ '}}' }} {% endfor %}"), user("d"), reply("{%")],
+    "thought in content": [user("a"), reply("<think>\nhm\n</think>\n\nb"), user("c"), reply("<think>\nso\n</think>\n\nd")],
+    "thought": [user("a"), reply("b", reasoning_content="hm"), user("c"), reply("d", reasoning_content="so")],
+    "thought of one turn": [SYSTEM, user("a"), reply("b", reasoning_content="hm\nhm")],
+    "thinking": [user("a"), reply("b", thinking="hm")],
+    "thought without reply": [user("a"), reply("", reasoning_content="hm")],
+    "open thought": [user("a"), reply("<think>b"), user("c"), reply("</think>d")],
+    "tool": [user("a"), call("", ZURICH), result("3"), reply("3 degrees.")],
+    "tool without content": [user("a"), call(None, ZURICH), result('{"sun": true}'), reply("Sun.")],
+    "tool with content": [user("a"), call("I look.", ZURICH), result("3"), reply("3.")],
+    "tool and thought": [user("a"), call("", ZURICH, reasoning="hm"), result("3"), reply("b", reasoning_content="so")],
+    "two tools": [user("a"), call("", ZURICH), result("3"), call("", {"place": "Bern"}), result("3"), reply("Both 3.")],
+    "tools and turns": [SYSTEM, user("a"), call("", ZURICH), result("3"), reply("3."), user("c"), reply("d")],
+    "tool last": [user("a"), call("", ZURICH), result("3")],
+    "tool call last": [user("a"), call("", ZURICH)],
+    "tool arguments as text": [user("a"), call("", '{"place": "Zürich"}'), result("3"), reply("b")],
+    "assistant first": [reply("a"), user("b"), reply("c")],
+    "two replies": [user("a"), reply("b"), reply("c"), user("d"), reply("e")],
+}
+
+
 class Clock(datetime.datetime):
     @classmethod
     def now(cls, tz=None):
         return cls.fromtimestamp(NOW, datetime.timezone.utc)
+
+
+def history(tokenizer, template):
+    """The template without marks, and for each conversation the mask of its tokens, or nothing if it is refused."""
+    plain = template.replace("«", "").replace("»", "")
+    marked = template.replace("«", "{% generation %}").replace("»", "{% endgeneration %}")
+    masks = {}
+    for title, messages in TURNS.items():
+        tools = [TOOL] if "tool" in title else None
+        messages = json.loads(json.dumps(messages))
+        try:
+            text = tokenizer.apply_chat_template(messages, tools, chat_template=plain, tokenize=False)
+        except Exception as error:
+            print("refused", title, error)
+            masks[title] = None
+            continue
+        out = tokenizer.apply_chat_template(
+            messages, tools, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert out["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"], title
+        masks[title] = "".join(map(str, out["assistant_masks"]))
+    return {"template": plain, "masks": masks}
 
 
 def main():
@@ -260,10 +440,18 @@ def main():
                 out = made.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **given)
                 one["tokens"], one["mask"] = list(out["input_ids"]), list(out["assistant_masks"])
             renderings.append(one)
-    result = {"now": NOW, "templates": TEMPLATES, "conversations": CONVERSATIONS, "renderings": renderings}
+    result = {
+        "now": NOW,
+        "templates": TEMPLATES,
+        "conversations": CONVERSATIONS,
+        "renderings": renderings,
+        "turns": TURNS,
+        "histories": {name: history(made, template) for name, template in HISTORIES.items()},
+    }
     (OUT / "chat.json").write_text(json.dumps(result, ensure_ascii=False, indent=0) + "\n")
     for one in renderings:
         print(one["template"], one["conversation"], one.get("error", "ok"))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,6 @@
 //! The prompt of Alpaca's rows: that of `train.py` of github.com/tatsu-lab/stanford_alpaca, whose
 //! loss is that of the output and the end token.
 
-use minijinja::Value;
-
 /// The text before the output of a row; an empty `input` is left out.
 pub(super) fn prompt(instruction: &str, input: &str) -> String {
     if input.is_empty() {
@@ -20,8 +18,8 @@ pub(super) fn prompt(instruction: &str, input: &str) -> String {
 
 /// # Errors
 /// A key that other trainers read, and that has no place in the prompt, is not empty.
-pub(super) fn check_unused(key: &str, value: Option<&Value>) -> Result<(), String> {
-    if value.is_none_or(|value| !value.is_true()) {
+pub(super) fn check_unused(key: &str, is_empty: bool) -> Result<(), String> {
+    if is_empty {
         return Ok(());
     }
     Err(format!(

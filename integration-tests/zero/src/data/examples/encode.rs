@@ -44,6 +44,8 @@ pub(super) struct Encoder {
     template: Option<Renderer>,
     /// The token that ends a text or a completion.
     pub(super) end: Option<u32>,
+    /// Other tokens that end a turn of the model.
+    turn_ends: Vec<u32>,
     /// Whether the tokenizer itself puts it behind each text.
     ends_texts: bool,
 }
@@ -81,17 +83,18 @@ impl Encoder {
         }
 
         let mut named = None;
-        let mut configured = None;
+        let mut turn_ends = Vec::new();
         for dir in &dirs {
             named = named.or(special_tokens(dir)?.remove("eos_token"));
-            let ends = end_tokens_in(dir).map_err(DataError::Folder)?;
-            configured = configured.or(ends.first().copied());
+            turn_ends.extend(end_tokens_in(dir).map_err(DataError::Folder)?);
         }
+        let configured = turn_ends.first().copied();
         let named = named.as_deref().unwrap_or(GPT2_END);
         let named = tokenizer
             .as_ref()
             .and_then(|tokenizer| tokenizer.token(named));
         let end = source.end.or(named).or(configured);
+        turn_ends.retain(|&token| Some(token) != end);
         // Not of an empty text, where a token before the text is the last.
         let of_probe = match &tokenizer {
             Some(tokenizer) => tokenizer.encode_prompt("a")?,
@@ -100,6 +103,7 @@ impl Encoder {
         Ok(Self {
             ends_texts: end.is_some() && of_probe.last().copied() == end,
             end,
+            turn_ends,
             template,
             tokenizer,
         })
@@ -110,8 +114,8 @@ impl Encoder {
         self.tokenizer.is_none()
     }
 
-    /// The tokens of a line. The error says what is wrong with it.
-    pub(super) fn encode(&self, line: &Line) -> Result<Encoded, String> {
+    /// The tokens of a line, which is parsed from `text`. The error says what is wrong with it.
+    pub(super) fn encode(&self, line: &Line, text: &str) -> Result<Encoded, String> {
         match line {
             Line::Text(text) => {
                 let tokens = self.ended(self.tokens(text)?);
@@ -122,16 +126,12 @@ impl Encoder {
                 })
             }
             Line::Completion { prompt, completion } => self.completion(prompt, completion),
-            Line::Messages {
-                messages,
-                given,
-                tools,
-            } => {
+            Line::Conversation => {
                 let template = self.template.as_ref().ok_or(
                     "messages need a chat template, and the model's folder has none: add chat_template.jinja to the \
                      folder, pass --tokenizer with a folder that has one, or use `prompt` and `completion`",
                 )?;
-                self.rendered(&template.render(messages, *given, tools.as_ref())?)
+                self.rendered(&template.render(text)?)
             }
         }
     }
@@ -172,11 +172,27 @@ impl Encoder {
         };
         let is_trained =
             |place: &Range<usize>| rendered.spans.iter().any(|span| overlaps(place, span));
+        let mut trained: Vec<bool> = places.iter().map(is_trained).collect();
+        if !rendered.marked {
+            self.add_turn_ends(&tokens, &mut trained);
+        }
         Ok(Encoded {
-            trained: places.iter().map(is_trained).collect(),
             tokens,
+            trained,
             moved: false,
         })
+    }
+
+    /// Trains the token that ends a turn where a template writes it with the next message, as where
+    /// it is that message's header.
+    fn add_turn_ends(&self, tokens: &[u32], trained: &mut [bool]) {
+        let is_end = |at: usize| self.turn_ends.contains(&tokens[at]);
+        for at in 1..tokens.len() {
+            let ends_here = trained[at - 1] && !trained[at];
+            if ends_here && is_end(at) && !is_end(at - 1) {
+                trained[at] = true;
+            }
+        }
     }
 
     fn tokens(&self, text: &str) -> Result<Vec<u32>, String> {

@@ -3,13 +3,15 @@
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use super::line::Rows;
 use crate::data::DataError;
 
 /// The longest row. A file without line breaks must not fill the memory.
 const MAX_ROW_BYTES: u64 = 64 << 20;
 
 /// The mark that some editors put at the start of UTF-8 text.
+/// The rows of a file, each an example, with the lines where they begin.
+pub(super) type Rows = Box<dyn Iterator<Item = Result<(u32, String), DataError>>>;
+
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// The rows of a file, with the line at which each begins.

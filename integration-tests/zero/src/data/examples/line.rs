@@ -1,15 +1,12 @@
 //! One row of JSON as an example.
 
-use minijinja::Value;
-use minijinja::value::ValueKind;
-use serde::Deserialize;
+use std::fmt;
 
+use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use super::alpaca;
 use super::json::{has_nan, keys, without_nans};
-use super::{alpaca, sharegpt};
-use crate::data::DataError;
-
-/// The rows of a file, each an example, with the lines where they begin.
-pub(super) type Rows = Box<dyn Iterator<Item = Result<(u32, String), DataError>>>;
 
 /// The form of the examples of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,21 +60,81 @@ pub(super) const KEYS: [&str; 11] = [
     "tools",
 ];
 
+/// The value of a key, without the elements of lists and objects.
+#[derive(Debug)]
+enum Shallow {
+    Text(String),
+    List {
+        is_empty: bool,
+    },
+    /// Its kind, for messages.
+    Other(&'static str),
+}
+
+impl<'de> Deserialize<'de> for Shallow {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ShallowVisitor)
+    }
+}
+
+struct ShallowVisitor;
+
+impl<'de> Visitor<'de> for ShallowVisitor {
+    type Value = Shallow;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Shallow, E> {
+        Ok(Shallow::Text(text.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Shallow, A::Error> {
+        let mut is_empty = true;
+        while list.next_element::<IgnoredAny>()?.is_some() {
+            is_empty = false;
+        }
+        Ok(Shallow::List { is_empty })
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Shallow, A::Error> {
+        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(Shallow::Other("map"))
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<Shallow, E> {
+        Ok(Shallow::Other("bool"))
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<Shallow, E> {
+        Ok(Shallow::Other("number"))
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<Shallow, E> {
+        Ok(Shallow::Other("number"))
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<Shallow, E> {
+        Ok(Shallow::Other("number"))
+    }
+}
+
 /// The known keys of a row. Others are ignored.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Keys {
-    text: Option<Value>,
-    prompt: Option<Value>,
-    completion: Option<Value>,
-    messages: Option<Value>,
-    conversations: Option<Value>,
-    instruction: Option<Value>,
-    input: Option<Value>,
-    output: Option<Value>,
-    system: Option<Value>,
-    history: Option<Value>,
-    tools: Option<Value>,
+    text: Option<Shallow>,
+    prompt: Option<Shallow>,
+    completion: Option<Shallow>,
+    messages: Option<Shallow>,
+    conversations: Option<Shallow>,
+    instruction: Option<Shallow>,
+    input: Option<Shallow>,
+    output: Option<Shallow>,
+    system: Option<Shallow>,
+    history: Option<Shallow>,
+    tools: Option<Shallow>,
 }
 
 /// One example.
@@ -88,13 +145,10 @@ pub(super) enum Line {
         prompt: String,
         completion: String,
     },
-    /// A conversation. The first `given` messages are a prompt, whose assistant's messages are not
-    /// trained.
-    Messages {
-        messages: Vec<Value>,
-        given: usize,
-        tools: Option<Value>,
-    },
+    /// A row that [`Conversation::parse`] reads.
+    ///
+    /// [`Conversation::parse`]: super::conversation::Conversation::parse
+    Conversation,
 }
 
 impl Line {
@@ -102,65 +156,55 @@ impl Line {
     pub(super) fn parse(row: &str) -> Result<(Form, Self), String> {
         let keys = Keys::parse(row)?;
         let form = keys.form(row)?;
-        let tools = tools_list(keys.tools)?;
-
         let line = match form {
-            Form::Text => Self::Text(string(keys.text.as_ref(), "text")?),
-            Form::Completion => Self::completion(
-                &keys.prompt.unwrap_or_default(),
-                &keys.completion.unwrap_or_default(),
-                tools,
-            )?,
-            Form::Messages => Self::Messages {
-                messages: conversation(&keys.messages.unwrap_or_default(), "messages")?,
-                given: 0,
-                tools,
-            },
-            Form::ShareGpt => Self::Messages {
-                messages: sharegpt::messages(
-                    &keys.conversations.unwrap_or_default(),
-                    keys.system.as_ref(),
-                )?,
-                given: 0,
-                tools,
+            Form::Text => Self::Text(text(keys.text, "text")?),
+            Form::Messages | Form::ShareGpt => Self::Conversation,
+            Form::Completion => match [&keys.prompt, &keys.completion] {
+                [Some(Shallow::List { .. }), _] | [_, Some(Shallow::List { .. })] => {
+                    Self::Conversation
+                }
+                _ => Self::Completion {
+                    prompt: text(keys.prompt, "prompt")?,
+                    completion: text(keys.completion, "completion")?,
+                },
             },
             Form::Alpaca => {
-                alpaca::check_unused("system", keys.system.as_ref())?;
-                alpaca::check_unused("history", keys.history.as_ref())?;
-                let instruction = string(keys.instruction.as_ref(), "instruction")?;
-                let input = keys
-                    .input
-                    .as_ref()
-                    .map(|input| string(Some(input), "input"));
+                let unused = [("system", &keys.system), ("history", &keys.history)];
+                for (key, value) in unused {
+                    alpaca::check_unused(key, value.as_ref().is_none_or(Shallow::is_empty))?;
+                }
+                let input = keys.input.map(|input| text(Some(input), "input"));
+                let instruction = text(keys.instruction, "instruction")?;
                 Self::Completion {
                     prompt: alpaca::prompt(&instruction, &input.transpose()?.unwrap_or_default()),
-                    completion: string(keys.output.as_ref(), "output")?,
+                    completion: text(keys.output, "output")?,
                 }
             }
         };
         Ok((form, line))
     }
+}
 
-    fn completion(
-        prompt: &Value,
-        completion: &Value,
-        tools: Option<Value>,
-    ) -> Result<Self, String> {
-        if prompt.kind() != ValueKind::Seq && completion.kind() != ValueKind::Seq {
-            return Ok(Self::Completion {
-                prompt: string(Some(prompt), "prompt")?,
-                completion: string(Some(completion), "completion")?,
-            });
+impl Shallow {
+    /// Whether it is as good as absent.
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::Text(text) => text.is_empty(),
+            Self::List { is_empty } => *is_empty,
+            Self::Other(_) => false,
         }
-        let mut messages = conversation(prompt, "prompt")?;
-        let given = messages.len();
-        messages.extend(conversation(completion, "completion")?);
-        Ok(Self::Messages {
-            messages,
-            given,
-            tools,
-        })
     }
+}
+
+/// The text under a key.
+fn text(value: Option<Shallow>, key: &str) -> Result<String, String> {
+    let kind = match value {
+        Some(Shallow::Text(text)) => return Ok(text),
+        Some(Shallow::List { .. }) => "sequence",
+        Some(Shallow::Other(kind)) => kind,
+        None => "none",
+    };
+    Err(format!("`{key}` is {kind}, and must be a string"))
 }
 
 impl Keys {
@@ -172,29 +216,16 @@ impl Keys {
         let Some(text) = without_nans(row) else {
             return Err(not_an_object(row, &error));
         };
-        let keys: Self = serde_json::from_str(&text).map_err(|error| not_an_object(row, &error))?;
-        if let Some((key, _)) = keys.all().into_iter().find(|(_, value)| is_nan(value)) {
+        // NaN under keys that are ignored does no harm.
+        let values: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_str(&text).map_err(|error| not_an_object(row, &error))?;
+        let is_nan = |key: &&str| values.get(*key).is_some_and(|v| has_nan(&v.to_string()));
+        if let Some(key) = KEYS.iter().find(|key| is_nan(key)) {
             return Err(format!(
                 "`{key}` has NaN or Infinity, which JSON does not: remove the row, or replace the value"
             ));
         }
-        Ok(keys)
-    }
-
-    fn all(&self) -> [(&'static str, Option<&Value>); 11] {
-        [
-            ("text", self.text.as_ref()),
-            ("prompt", self.prompt.as_ref()),
-            ("completion", self.completion.as_ref()),
-            ("messages", self.messages.as_ref()),
-            ("conversations", self.conversations.as_ref()),
-            ("instruction", self.instruction.as_ref()),
-            ("input", self.input.as_ref()),
-            ("output", self.output.as_ref()),
-            ("system", self.system.as_ref()),
-            ("history", self.history.as_ref()),
-            ("tools", self.tools.as_ref()),
-        ]
+        serde_json::from_str(&text).map_err(|error| not_an_object(row, &error))
     }
 
     /// The form that the keys of a row have.
@@ -302,110 +333,16 @@ fn as_lines_of(key: &str) -> String {
     format!(", as `jq -c '.[\"{key}\"][]' FILE > ROWS.jsonl` writes those under `{key}`")
 }
 
-fn is_nan(value: &Option<&Value>) -> bool {
-    value.is_some_and(|value| serde_json::to_string(value).is_ok_and(|json| has_nan(&json)))
-}
-
-fn string(value: Option<&Value>, key: &str) -> Result<String, String> {
-    let text = value.and_then(Value::as_str).map(str::to_owned);
-    text.ok_or_else(|| {
-        let kind = value.map_or(ValueKind::None, Value::kind);
-        format!("`{key}` is {kind}, and must be a string")
-    })
-}
-
-/// The messages of a list.
-pub(super) fn conversation(value: &Value, key: &str) -> Result<Vec<Value>, String> {
-    if value.kind() != ValueKind::Seq {
-        return Err(format!(
-            "`{key}` is {}, and must be a list of objects with `role` and `content`",
-            value.kind()
-        ));
-    }
-    let messages: Vec<Value> = value.try_iter().map_err(|e| e.to_string())?.collect();
-    if messages.is_empty() {
-        return Err(format!("`{key}` has no message: remove the line"));
-    }
-    for (index, message) in messages.iter().enumerate() {
-        if message.kind() != ValueKind::Map {
-            return Err(format!(
-                "message {} of `{key}` is {}, and must be an object with `role` and `content`",
-                index + 1,
-                message.kind()
-            ));
-        }
-        if role(message).is_none() {
-            return Err(format!(
-                "message {} of `{key}` has no `role` that is a string, such as user or assistant",
-                index + 1
-            ));
-        }
-        check_weight(message, index, key)?;
-    }
-    Ok(messages.into_iter().map(without_nulls).collect())
-}
-
-/// A message with the weight 0 is one that other trainers do not train.
-pub(super) fn check_weight(message: &Value, index: usize, key: &str) -> Result<(), String> {
-    let weight = message.get_attr("weight").unwrap_or_default();
-    if weight.is_none() || weight.is_undefined() || weight.is_true() {
-        return Ok(());
-    }
-    Err(format!(
-        "message {} of `{key}` has the `weight` 0, which is not read: pass what is given as `prompt` and what is trained \
-         as `completion`",
-        index + 1
-    ))
-}
-
-/// The list of tools: JSON as text is parsed, as TRL does.
-fn tools_list(tools: Option<Value>) -> Result<Option<Value>, String> {
-    let parsed = match tools.as_ref().and_then(Value::as_str) {
-        None => tools,
-        Some(text) => serde_json::from_str(text)
-            .map_err(|error| format!("`tools` is a string, which is not JSON: {error}"))?,
-    };
-    match parsed.as_ref().map(Value::kind) {
-        None | Some(ValueKind::Seq) => Ok(parsed),
-        Some(ValueKind::None) => Ok(None),
-        Some(kind) => Err(format!("`tools` is {kind}, and must be a list of tools")),
-    }
-}
-
-/// A message without its keys that are null, as transformers renders it.
-fn without_nulls(message: Value) -> Value {
-    let Ok(keys) = message.try_iter() else {
-        return message;
-    };
-    let fields: Vec<(Value, Value)> = keys
-        .filter_map(|key| {
-            let value = message.get_item(&key).ok()?;
-            Some((key, value))
-        })
-        .collect();
-    match fields.iter().any(|(_, value)| value.is_none()) {
-        false => message,
-        true => fields
-            .into_iter()
-            .filter(|(_, value)| !value.is_none())
-            .collect(),
-    }
-}
-
-/// The role of a message.
-fn role(message: &Value) -> Option<String> {
-    let role = message.get_attr("role").ok()?;
-    role.as_str().map(str::to_owned)
-}
-
-/// Whether a message is the assistant's.
-pub(super) fn is_assistant(message: &Value) -> bool {
-    role(message).as_deref() == Some("assistant")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::examples::conversation::Conversation;
+
+    /// The error of a row, or of its conversation.
+    fn error(row: &str) -> String {
+        let parsed = Line::parse(row).and_then(|_| Conversation::parse(row));
+        parsed.unwrap_err()
+    }
 
     #[test]
     fn forms_are_told_apart() {
@@ -517,7 +454,7 @@ mod tests {
                 "message 1 of `messages` has the `weight` 0",
             ),
         ] {
-            let error = Line::parse(row).unwrap_err();
+            let error = error(row);
             assert!(error.contains(expected), "{row}: {error}");
         }
         let keys: Vec<String> = (0..14).map(|i| format!("\"k{i}\": 0")).collect();

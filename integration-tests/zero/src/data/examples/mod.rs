@@ -12,13 +12,15 @@
 //! order rows.
 
 mod alpaca;
+mod conversation;
 mod encode;
 mod epochs;
+mod jinja;
 mod json;
 mod line;
+mod messages;
 #[cfg(feature = "parquet")]
 mod parquet;
-mod python;
 mod renderer;
 mod rows;
 mod sharegpt;
@@ -26,7 +28,9 @@ mod source;
 mod template;
 #[cfg(test)]
 mod tests;
+mod trace;
 mod training;
+mod turns;
 mod worker;
 
 use std::num::NonZero;
@@ -161,7 +165,7 @@ impl Examples {
         let encoder = Arc::clone(&self.encoder);
         let results = in_parallel(rows, |(_, text)| {
             let (form, line) = Line::parse(text)?;
-            Ok((form, encoder.encode(&line)?))
+            Ok((form, encoder.encode(&line, text)?))
         });
         for ((number, _), result) in rows.iter().zip(results) {
             let added = result.and_then(|(form, encoded)| self.push(file, *number, form, &encoded));

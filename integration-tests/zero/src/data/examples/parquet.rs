@@ -10,7 +10,8 @@ use parquet::schema::types::Type;
 use serde_json::{Map, Value};
 use zero_ckpt::files;
 
-use super::line::{FORMS, KEYS, Rows};
+use super::json::Rows;
+use super::line::{FORMS, KEYS};
 use crate::data::DataError;
 
 /// The columns of which a file must have one.

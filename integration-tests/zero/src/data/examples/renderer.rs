@@ -13,9 +13,10 @@
 //! Only a program that called [`render_apart`] can be started as a worker. Others, such as unit
 //! tests, render in their own process without these limits.
 //!
-//! Parent and worker exchange frames: a length in 4 little-endian bytes, then JSON. The first is a
-//! [`TemplateSource`], which is answered by a `Result<(), String>`; the others are [`Request`]s,
-//! answered by a `Result<Rendered, String>`.
+//! Parent and worker exchange frames: a length in 4 little-endian bytes, then bytes. The first is a
+//! [`TemplateSource`] as JSON; the others are lines of the data, which the worker parses. A reply
+//! ends with a byte, [`DONE`] or [`FAILED`]. Before [`DONE`] is nothing, or a [`Rendered`]; before
+//! [`FAILED`] a message.
 
 use std::fmt;
 use std::io::{self, BufReader, Read, Write};
@@ -25,11 +26,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use minijinja::Value;
 use parking_lot::Mutex;
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 
+use super::conversation::Conversation;
 use super::template::{ChatTemplate, Rendered, TemplateSource};
 use super::worker::{self, RENDERING_SECONDS, WORKER_BYTES};
 use crate::data::DataError;
@@ -77,30 +76,14 @@ impl Renderer {
         Ok(Some(Self::Here(Box::new(source.compile()?))))
     }
 
-    /// As [`ChatTemplate::render`].
-    pub(super) fn render(
-        &self,
-        messages: &[Value],
-        given: usize,
-        tools: Option<&Value>,
-    ) -> Result<Rendered, String> {
+    /// Renders the conversation of a line. The error says what is wrong with it, or with the
+    /// template.
+    pub(super) fn render(&self, line: &str) -> Result<Rendered, String> {
         match self {
-            Self::Here(template) => template.render(messages, given, tools),
-            Self::Apart(workers) => workers.render(&Request {
-                messages: messages.to_vec(),
-                given,
-                tools: tools.cloned(),
-            }),
+            Self::Here(template) => template.render(&Conversation::parse(line)?),
+            Self::Apart(workers) => workers.render(line),
         }
     }
-}
-
-/// A conversation to render.
-#[derive(Serialize, Deserialize)]
-struct Request {
-    messages: Vec<Value>,
-    given: usize,
-    tools: Option<Value>,
 }
 
 /// Workers for one template, as many as threads render at a time.
@@ -116,7 +99,7 @@ impl Workers {
             path: source.path.clone(),
             message,
         };
-        let opening = to_frame(source).map_err(|e| failed(e.to_string()))?;
+        let opening = serde_json::to_vec(source).map_err(|e| failed(e.to_string()))?;
         let first = Worker::start(&opening).map_err(failed)?;
         Ok(Self {
             path: source.path.clone(),
@@ -125,17 +108,17 @@ impl Workers {
         })
     }
 
-    fn render(&self, request: &Request) -> Result<Rendered, String> {
+    fn render(&self, line: &str) -> Result<Rendered, String> {
         let named = |why: String| format!("the chat template {}: {why}", self.path.display());
-        let frame = to_frame(request).map_err(|e| named(e.to_string()))?;
         let idle = self.idle.lock().pop();
         let mut worker = match idle {
             Some(worker) => worker,
             None => Worker::start(&self.opening).map_err(named)?,
         };
-        let reply = worker.call(&frame).map_err(named)?;
+        let reply = worker.call(line.as_bytes()).map_err(named)?;
         self.idle.lock().push(worker);
-        reply
+        let malformed = || named("a malformed reply".to_owned());
+        from_payload(&reply?).ok_or_else(malformed)
     }
 }
 
@@ -170,26 +153,27 @@ impl Worker {
             })
         };
         let mut worker = start().map_err(|e| format!("failed to start a process for it: {e}"))?;
-        worker.call::<()>(opening)??;
+        worker.call(opening)??;
         Ok(worker)
     }
 
-    /// Sends a frame and returns the reply. The error is the reason for a missing reply.
-    fn call<T: DeserializeOwned>(&mut self, frame: &[u8]) -> Result<Result<T, String>, String> {
-        let limit = max_reply_bytes(frame.len());
+    /// Sends a request and returns the reply. The error is the reason for a missing reply.
+    fn call(&mut self, request: &[u8]) -> Result<Result<Vec<u8>, String>, String> {
+        let limit = max_reply_bytes(request.len());
         let sent = self
             .requests
             .as_mut()
-            .map(|requests| requests.write_all(frame));
+            .map(|requests| write_frame(requests, &[], request));
         let sent = sent.unwrap_or(Ok(()));
         let reply = sent.and_then(|()| read_frame(&mut self.replies, limit));
         match reply {
-            Ok(Frame::Whole(reply)) => {
-                serde_json::from_slice(&reply).map_err(|e| format!("a malformed reply: {e}"))
-            }
+            Ok(Frame::Whole(mut reply)) => match reply.pop() {
+                Some(DONE) => Ok(Ok(reply)),
+                _ => Ok(Err(String::from_utf8_lossy(&reply).into_owned())),
+            },
             Ok(Frame::TooLong(bytes)) => Err(format!(
                 "it makes {bytes} bytes of a conversation of {}; at most {limit} are supported",
-                frame.len()
+                request.len()
             )),
             Ok(Frame::End) | Err(_) => Err(self.end()),
         }
@@ -241,9 +225,10 @@ pub fn serve_templates() -> Result<(), CliError> {
 }
 
 fn serve(requests: &mut impl Read, replies: &mut impl Write) -> io::Result<()> {
-    let Some(source) = read_value::<TemplateSource>(requests)? else {
+    let Some(source) = next_request(requests)? else {
         return Ok(());
     };
+    let source: TemplateSource = serde_json::from_slice(&source)?;
     worker::start_of_rendering();
     let template = match source.compile() {
         Ok(template) => template,
@@ -252,36 +237,77 @@ fn serve(requests: &mut impl Read, replies: &mut impl Write) -> io::Result<()> {
                 DataError::Template { message, .. } => message,
                 other => other.to_string(),
             };
-            return replies.write_all(&to_frame(&Err::<(), String>(message))?);
+            return reply(replies, Err(message));
         }
     };
-    replies.write_all(&to_frame(&Ok::<(), String>(()))?)?;
-    replies.flush()?;
+    reply(replies, Ok(Vec::new()))?;
 
-    while let Some(request) = read_value::<Request>(requests)? {
-        let Request {
-            messages,
-            given,
-            tools,
-        } = request;
-        let render = || template.render(&messages, given, tools.as_ref());
+    while let Some(line) = next_request(requests)? {
+        worker::start_of_rendering();
+        let render = || {
+            let line = String::from_utf8_lossy(&line);
+            template.render(&Conversation::parse(&line)?)
+        };
         // The template is not changed by rendering.
         let rendered = catch_unwind(AssertUnwindSafe(render));
         let rendered = rendered.unwrap_or_else(|_| Err("its rendering panics".to_owned()));
-        replies.write_all(&to_frame(&rendered)?)?;
-        replies.flush()?;
+        reply(replies, rendered.map(to_payload))?;
     }
     Ok(())
 }
 
-/// A value as JSON, behind its length.
-fn to_frame(value: &impl Serialize) -> io::Result<Vec<u8>> {
-    let mut frame = vec![0; 4];
-    serde_json::to_writer(&mut frame, value)?;
-    let len = u32::try_from(frame.len() - 4);
-    let len = len.map_err(|_| io::Error::other("more than 4 GiB of JSON"))?;
-    frame[..4].copy_from_slice(&len.to_le_bytes());
-    Ok(frame)
+/// Ends a reply that has what is asked for.
+const DONE: u8 = 0;
+
+/// Ends a reply that is an error's message.
+const FAILED: u8 = 1;
+
+/// Sends a reply.
+fn reply(to: &mut impl Write, reply: Result<Vec<u8>, String>) -> io::Result<()> {
+    let (bytes, end) = match reply {
+        Ok(payload) => (payload, DONE),
+        Err(message) => (message.into_bytes(), FAILED),
+    };
+    write_frame(to, &bytes, &[end])?;
+    to.flush()
+}
+
+/// The text, then the spans and their number.
+fn to_payload(rendered: Rendered) -> Vec<u8> {
+    let mut bytes = rendered.text.into_bytes();
+    for span in &rendered.spans {
+        bytes.extend((span.start as u64).to_le_bytes());
+        bytes.extend((span.end as u64).to_le_bytes());
+    }
+    bytes.extend((rendered.spans.len() as u64).to_le_bytes());
+    bytes.push(u8::from(rendered.marked));
+    bytes
+}
+
+fn from_payload(bytes: &[u8]) -> Option<Rendered> {
+    let (marked, bytes) = bytes.split_last()?;
+    let (bytes, number) = bytes.split_last_chunk()?;
+    let number = usize::try_from(u64::from_le_bytes(*number)).ok()?;
+    let text_len = bytes.len().checked_sub(number.checked_mul(16)?)?;
+    let (text, spans) = bytes.split_at(text_len);
+    let place = |at: usize| Some(u64::from_le_bytes(*spans[at..].first_chunk()?) as usize);
+    let spans = (0..number).map(|index| Some(place(16 * index)?..place(16 * index + 8)?));
+    Some(Rendered {
+        text: String::from_utf8(text.to_vec()).ok()?,
+        spans: spans.collect::<Option<_>>()?,
+        marked: *marked != 0,
+    })
+}
+
+/// Writes two parts as one frame.
+fn write_frame(to: &mut impl Write, first: &[u8], second: &[u8]) -> io::Result<()> {
+    let len = u32::try_from(first.len() + second.len());
+    let len = len.map_err(|_| io::Error::other("more than 4 GiB of text"))?;
+    let mut frame = Vec::with_capacity(4 + len as usize);
+    frame.extend(len.to_le_bytes());
+    frame.extend(first);
+    frame.extend(second);
+    to.write_all(&frame)
 }
 
 /// A read of a pipe.
@@ -308,10 +334,10 @@ fn read_frame(from: &mut impl Read, limit: usize) -> io::Result<Frame> {
     Ok(Frame::Whole(bytes))
 }
 
-/// The next value of the parent; `None` at the end.
-fn read_value<T: DeserializeOwned>(from: &mut impl Read) -> io::Result<Option<T>> {
+/// The next frame of the parent; `None` at the end.
+fn next_request(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     match read_frame(from, u32::MAX as usize)? {
-        Frame::Whole(bytes) => Ok(Some(serde_json::from_slice(&bytes)?)),
+        Frame::Whole(bytes) => Ok(Some(bytes)),
         Frame::TooLong(_) | Frame::End => Ok(None),
     }
 }
@@ -327,9 +353,12 @@ impl fmt::Debug for Renderer {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
+
+    const LINE: &str = r#"{"messages": [
+        {"role": "user", "content": "a", "n": 12345678901234567890, "x": 0.1},
+        {"role": "assistant", "content": "bä", "y": [true]}
+    ]}"#;
 
     /// A folder with this template.
     fn source(template: &str) -> TemplateSource {
@@ -338,25 +367,23 @@ mod tests {
         TemplateSource::read(dir.path(), 0).unwrap().unwrap()
     }
 
-    fn request() -> Request {
-        let messages = json!([
-            {"role": "user", "content": "a", "n": 12_345_678_901_234_567_890_u64, "x": 0.1},
-            {"role": "assistant", "content": "b", "z": null, "y": [true]},
-        ]);
-        Request {
-            messages: serde_json::from_value(messages).unwrap(),
-            given: 0,
-            tools: None,
-        }
+    fn frame(bytes: &[u8]) -> Vec<u8> {
+        let mut frame = Vec::new();
+        write_frame(&mut frame, bytes, &[]).unwrap();
+        frame
     }
 
-    /// The replies of a worker to frames.
-    fn replies(frames: &[Vec<u8>]) -> Vec<Value> {
+    /// The replies of a worker for a template to lines.
+    fn replies(template: &str, lines: &[&str]) -> Vec<Vec<u8>> {
+        let mut requests = frame(&serde_json::to_vec(&source(template)).unwrap());
+        for line in lines {
+            requests.extend(frame(line.as_bytes()));
+        }
         let mut out = Vec::new();
-        serve(&mut &frames.concat()[..], &mut out).unwrap();
+        serve(&mut &requests[..], &mut out).unwrap();
         let mut rest = &out[..];
         let mut replies = Vec::new();
-        while let Some(reply) = read_value(&mut rest).unwrap() {
+        while let Some(reply) = next_request(&mut rest).unwrap() {
             replies.push(reply);
         }
         replies
@@ -364,47 +391,60 @@ mod tests {
 
     #[test]
     fn worker_renders_as_the_process_itself() {
-        let template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}";
-        let own = source(template).compile().unwrap();
-        let Request { messages, .. } = request();
-        let own = own.render(&messages, 0, None).unwrap();
-
-        let request = to_frame(&request()).unwrap();
-        let frames = [
-            to_frame(&source(template)).unwrap(),
-            request.clone(),
-            request,
-        ];
-        let replies = replies(&frames);
-        assert_eq!(replies.len(), 3);
-        for reply in &replies[1..] {
-            let reply = reply.get_attr("Ok").unwrap();
-            assert_eq!(reply.get_attr("text").unwrap().as_str(), Some(&*own.text));
+        let plain = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}";
+        let marked = "{% generation %}a{% endgeneration %}b{% generation %}c{% endgeneration %}";
+        for template in [plain, marked, ""] {
+            let own = source(template).compile().unwrap();
+            let own = own.render(&Conversation::parse(LINE).unwrap()).unwrap();
+            let replies = replies(template, &[LINE, LINE]);
+            assert_eq!(replies.len(), 3);
+            for reply in &replies[1..] {
+                let (end, payload) = reply.split_last().unwrap();
+                assert_eq!(*end, DONE);
+                assert_eq!(from_payload(payload).as_ref(), Some(&own));
+            }
         }
     }
 
     #[test]
     fn errors_are_replies() {
-        let invalid = replies(&[to_frame(&source("{% if %}")).unwrap()]);
-        assert!(!invalid[0].get_attr("Err").unwrap().is_undefined());
-        let raises = source("{{ raise_exception('no tools') }}");
-        let replies = replies(&[to_frame(&raises).unwrap(), to_frame(&request()).unwrap()]);
-        let error = replies[1].get_attr("Err").unwrap().to_string();
-        assert!(error.contains("no tools"), "{error}");
+        let error = |template, at: usize| {
+            let reply = replies(template, &["{\"messages\": []}", LINE]).swap_remove(at);
+            let (end, message) = reply.split_last().unwrap();
+            assert_eq!(*end, FAILED);
+            String::from_utf8(message.to_vec()).unwrap()
+        };
+        assert!(error("{% if %}", 0).contains("line 1"));
+        let raises = "{{ raise_exception('no tools') }}";
+        assert!(error(raises, 1).contains("`messages` has no message"));
+        assert!(error(raises, 2).contains("no tools"));
+    }
+
+    #[test]
+    fn cut_payload_is_an_error() {
+        let rendered = Rendered {
+            text: "text".to_owned(),
+            spans: std::iter::once(1..3).collect(),
+            marked: false,
+        };
+        let payload = to_payload(rendered);
+        for start in 5..payload.len() {
+            assert_eq!(from_payload(&payload[start..]), None, "{start}");
+        }
     }
 
     #[test]
     fn long_frame_is_not_read() {
-        let frame = to_frame(&"0123456789").unwrap();
+        let frame = frame(b"0123456789");
         assert!(matches!(
-            read_frame(&mut &frame[..], 11),
-            Ok(Frame::TooLong(12))
+            read_frame(&mut &frame[..], 9),
+            Ok(Frame::TooLong(10))
         ));
         assert!(matches!(
-            read_frame(&mut &frame[..], 12),
+            read_frame(&mut &frame[..], 10),
             Ok(Frame::Whole(_))
         ));
-        assert!(matches!(read_frame(&mut &frame[..2], 12), Ok(Frame::End)));
-        assert!(read_frame(&mut &frame[..6], 12).is_err());
+        assert!(matches!(read_frame(&mut &frame[..2], 10), Ok(Frame::End)));
+        assert!(read_frame(&mut &frame[..6], 10).is_err());
     }
 }

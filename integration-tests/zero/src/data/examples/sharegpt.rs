@@ -4,7 +4,7 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 use serde_json::json;
 
-use super::line::{check_weight, conversation};
+use super::messages::{self, check_weight};
 
 /// The messages of `conversations`, after a message of the row's `system`.
 ///
@@ -15,7 +15,7 @@ pub(super) fn messages(
     system: Option<&Value>,
 ) -> Result<Vec<Value>, String> {
     let mut messages = if has_roles(conversations) {
-        conversation(conversations, "conversations")?
+        messages::messages(conversations, "conversations")?
     } else {
         turns(conversations)?
     };
@@ -128,19 +128,17 @@ fn calls(text: &str) -> Result<Value, String> {
 
 #[cfg(test)]
 mod tests {
+    use crate::data::examples::conversation::Conversation;
     use crate::data::examples::line::{Form, Line};
 
     /// The messages as JSON.
     fn parse(row: &serde_json::Value) -> Result<serde_json::Value, String> {
-        match Line::parse(&row.to_string())? {
-            (
-                Form::ShareGpt,
-                Line::Messages {
-                    messages, given: 0, ..
-                },
-            ) => Ok(serde_json::to_value(messages).unwrap()),
-            other => panic!("{other:?}"),
-        }
+        let row = row.to_string();
+        let (form, line) = Line::parse(&row)?;
+        assert!(matches!((form, line), (Form::ShareGpt, Line::Conversation)));
+        let conversation = Conversation::parse(&row)?;
+        assert_eq!(conversation.given, 0);
+        Ok(serde_json::to_value(conversation.messages).unwrap())
     }
 
     use serde_json::json;

@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use super::json;
-use super::line::{Form, Line, Rows, as_lines};
+use super::json::Rows;
+use super::line::{Form, Line, as_lines};
 use crate::data::DataError;
 
 /// How a file stores its rows.

@@ -1,16 +1,14 @@
 //! The chat template of a model's folder.
 //!
-//! A template is a Jinja program. minijinja runs it with the functions that transformers gives it:
-//! `raise_exception`, `strftime_now`, Python's methods of strings and dictionaries, and the special
-//! tokens; values are printed as [`python`] does.
-//!
-//! Some templates mark the assistant's text by `{% generation %}` blocks. These become marks in the
-//! rendered text, which are then removed.
+//! A template is a Jinja program. minijinja runs it as jinja2 does ([`super::jinja`]) with what
+//! transformers gives it: `raise_exception`, `strftime_now` and the special tokens.
+//! [`super::turns`] finds the assistant's text.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, context};
@@ -18,12 +16,10 @@ use serde::{Deserialize, Serialize};
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_models::hf::companions::read_json;
 
-use super::line::is_assistant;
-use super::{python, worker};
+use super::jinja::{self, TRACE};
+use super::trace::{Message, Text, Trace, Traced};
+use super::worker;
 use crate::data::DataError;
-
-/// Marks of the begin and the end of a generation block: characters that no text has.
-const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
 
 /// The special tokens of a folder, by name, such as `eos_token`.
 pub(super) type SpecialTokens = BTreeMap<String, String>;
@@ -34,7 +30,7 @@ pub(super) struct ChatTemplate {
     environment: Environment<'static>,
     special_tokens: SpecialTokens,
     /// Whether the template marks the assistant's text.
-    marks: bool,
+    pub(super) marks: bool,
 }
 
 impl fmt::Debug for ChatTemplate {
@@ -44,10 +40,12 @@ impl fmt::Debug for ChatTemplate {
 }
 
 /// A rendered conversation, and the bytes of it that are trained.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, PartialEq, Eq)]
 pub(super) struct Rendered {
     pub(super) text: String,
     pub(super) spans: Vec<Range<usize>>,
+    /// Whether the template marks the spans.
+    pub(super) marked: bool,
 }
 
 /// A template, and all that its rendering depends on besides the messages.
@@ -148,14 +146,16 @@ impl ChatTemplate {
         special_tokens: SpecialTokens,
         now: i64,
     ) -> Result<Self, DataError> {
-        let (text, marks) = with_marks(text);
-        let mut environment = environment(now);
+        let failed = |message: String| DataError::Template {
+            path: path.clone(),
+            message,
+        };
+        let jinja::Source { text, marks } = jinja::rewrite(text).map_err(failed)?;
+        let mut environment = jinja::environment();
+        environment.add_function("strftime_now", move |format: &str| strftime(now, format));
         environment
             .add_template_owned("chat", text)
-            .map_err(|error| DataError::Template {
-                path: path.clone(),
-                message: describe(&error),
-            })?;
+            .map_err(|error| failed(describe(&error)))?;
         Ok(Self {
             path,
             environment,
@@ -172,159 +172,31 @@ impl ChatTemplate {
         messages: &[Value],
         tools: Option<&Value>,
         add_generation_prompt: bool,
-    ) -> Result<String, String> {
-        let documents = Value::from(());
-        let given = context! { messages, tools, documents, add_generation_prompt };
+    ) -> Result<Traced, String> {
+        let trace = Arc::new(Trace::default());
+        let given = context! {
+            messages => Message::all(messages),
+            tools,
+            documents => Value::from(()),
+            add_generation_prompt,
+        };
+        let added = Value::from_iter([(TRACE, Value::from_dyn_object(Arc::clone(&trace)))]);
         let special_tokens = Value::from_serialize(&self.special_tokens);
         worker::start_of_rendering();
+
+        let mut text = Text::new(&trace);
         let template = self.environment.get_template("chat");
-        let text = template.and_then(|chat| chat.render(context! { ..given, ..special_tokens }));
-        text.map_err(|error| {
-            format!(
-                "the chat template {}: {}",
-                self.path.display(),
-                describe(&error)
-            )
-        })
+        let context = context! { ..given, ..special_tokens, ..added };
+        template
+            .and_then(|chat| chat.render_captured_to(context, &mut text).map(drop))
+            .map_err(|error| self.named(&describe(&error)))?;
+        Ok(text.end())
     }
 
-    /// Renders a conversation. Trained are the assistant's messages after the first `given`
-    /// messages.
-    ///
-    /// # Errors
-    /// What the template raises, or a text from which the assistant's part cannot be told.
-    pub(super) fn render(
-        &self,
-        messages: &[Value],
-        given: usize,
-        tools: Option<&Value>,
-    ) -> Result<Rendered, String> {
-        let text = self.text(messages, tools, false)?;
-        if self.marks && given == 0 {
-            return self.marked(&text);
-        }
-        let text = unmarked(&text);
-        if given > 0 {
-            let start = self.prefix(&text, &messages[..given], tools, true)?;
-            let end = text.len();
-            return Ok(Rendered {
-                text,
-                spans: std::iter::once(start..end).collect(),
-            });
-        }
-
-        let mut spans = Vec::new();
-        for (index, message) in messages.iter().enumerate() {
-            if is_assistant(message) {
-                let start = self.prefix(&text, &messages[..index], tools, true)?;
-                let end = self.prefix(&text, &messages[..=index], tools, false)?;
-                spans.push(start..end);
-            }
-        }
-        Ok(Rendered { text, spans })
+    /// An error with the name of the template.
+    pub(super) fn named(&self, message: &str) -> String {
+        format!("the chat template {}: {message}", self.path.display())
     }
-
-    /// The length of the text of the first messages, which must be a prefix of `whole`.
-    fn prefix(
-        &self,
-        whole: &str,
-        first: &[Value],
-        tools: Option<&Value>,
-        add_generation_prompt: bool,
-    ) -> Result<usize, String> {
-        let prefix = unmarked(&self.text(first, tools, add_generation_prompt)?);
-        if whole.starts_with(&prefix) {
-            return Ok(prefix.len());
-        }
-        let same = whole.bytes().zip(prefix.bytes());
-        let same = same.take_while(|(one, other)| one == other).count();
-        Err(format!(
-            "the chat template {} renders the first {} messages otherwise when others follow (from byte {same} on), so \
-             the assistant's part cannot be told; mark it in the template by {{% generation %}} and \
-             {{% endgeneration %}}, or pass `prompt` and `completion`",
-            self.path.display(),
-            first.len()
-        ))
-    }
-
-    /// The text without marks, and the spans between them.
-    fn marked(&self, text: &str) -> Result<Rendered, String> {
-        let mut out = String::with_capacity(text.len());
-        let mut spans = Vec::new();
-        let mut open = None;
-        for character in text.chars() {
-            if character == MARKS[0] {
-                open.get_or_insert(out.len());
-            } else if character == MARKS[1] {
-                spans.extend(open.take().map(|start| start..out.len()));
-            } else {
-                out.push(character);
-            }
-        }
-        if open.is_some() {
-            return Err(format!(
-                "the chat template {} opens a generation block and does not close it",
-                self.path.display()
-            ));
-        }
-        Ok(Rendered { text: out, spans })
-    }
-}
-
-/// The text without marks.
-fn unmarked(text: &str) -> String {
-    text.replace(MARKS, "")
-}
-
-/// The template with marks in place of generation blocks, and whether it has any.
-fn with_marks(text: &str) -> (String, bool) {
-    let mut out = String::with_capacity(text.len());
-    let mut rest = text;
-    let mut marks = false;
-    while let Some(at) = rest.find("{%") {
-        let Some(len) = rest[at..].find("%}") else {
-            break;
-        };
-        let (before, tag) = (&rest[..at], &rest[at + 2..at + len]);
-        out.push_str(before);
-        rest = &rest[at + len + 2..];
-        let name = tag.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
-        let mark = match name {
-            "generation" => MARKS[0],
-            "endgeneration" => MARKS[1],
-            _ => {
-                out.push_str(&format!("{{%{tag}%}}"));
-                continue;
-            }
-        };
-        marks = true;
-        // The outer tags keep what the tag does to the white space around it.
-        let sign = |c: Option<char>| c.filter(|c| matches!(c, '-' | '+')).map(String::from);
-        let left = sign(tag.chars().next()).unwrap_or_default();
-        let right = sign(tag.chars().last()).unwrap_or_default();
-        out.push_str(&format!(
-            "{{%{left} if true %}}{{{{ \"{mark}\" }}}}{{% endif {right}%}}"
-        ));
-    }
-    out.push_str(rest);
-    (out, marks)
-}
-
-/// An environment as that of transformers.
-fn environment(now: i64) -> Environment<'static> {
-    let mut environment = Environment::new();
-    environment.set_trim_blocks(true);
-    environment.set_lstrip_blocks(true);
-    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.add_function(
-        "raise_exception",
-        |message: String| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        },
-    );
-    environment.add_function("strftime_now", move |format: &str| strftime(now, format));
-    python::add_to(&mut environment);
-    environment
 }
 
 /// The time as text, in UTC.

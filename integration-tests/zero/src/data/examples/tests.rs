@@ -7,7 +7,9 @@ use serde_json::Value;
 use zero_trainer::{Batch, BatchAt, IGNORED};
 
 use super::encode::Encoder;
-use super::template::{ChatTemplate, SpecialTokens};
+use super::conversation::Conversation;
+use super::template::{ChatTemplate, Rendered, SpecialTokens};
+use super::trace::Traced;
 use super::{EncoderSource, Examples, RowOptions, TrainingData};
 use crate::data::kind::{Content, DataKind};
 use crate::data::{DataError, DataSource};
@@ -373,7 +375,7 @@ fn chat_cases() -> Vec<(
 fn templates_render_as_by_transformers() {
     for (template, case, messages, tools) in chat_cases() {
         let what = format!("{}, {}", case["template"], case["conversation"]);
-        let unmarked = |text: String| text.replace(['\u{fdd0}', '\u{fdd1}'], "");
+        let unmarked = |text: Traced| text.text.replace(['\u{fdd0}', '\u{fdd1}'], "");
         let text = template
             .text(&messages, tools.as_ref(), false)
             .map(unmarked);
@@ -397,7 +399,12 @@ fn assistant_spans_are_those_of_transformers() {
     let encoder = Encoder::open(&source()).unwrap();
     for (template, case, messages, tools) in chat_cases() {
         let what = format!("{}, {}", case["template"], case["conversation"]);
-        let rendered = template.render(&messages, 0, tools.as_ref());
+        let conversation = Conversation {
+            messages: messages.clone(),
+            given: 0,
+            tools,
+        };
+        let rendered = template.render(&conversation);
         if let (Some(tokens), Ok(rendered)) = (case["tokens"].as_array(), &rendered) {
             let encoded = encoder.rendered(rendered).unwrap();
             assert_eq!(
@@ -413,7 +420,7 @@ fn assistant_spans_are_those_of_transformers() {
         // By prefixes: each span has the content of its message, and the last ends the text.
         let assistant = messages
             .iter()
-            .filter(|message| super::line::is_assistant(message));
+            .filter(|message| super::messages::is_assistant(message));
         let contents: Vec<String> = assistant
             .map(|message| message.get_attr("content").unwrap().to_string())
             .collect();
@@ -426,33 +433,206 @@ fn assistant_spans_are_those_of_transformers() {
     }
 }
 
+/// Masks of templates that render a message otherwise by its place, of which transformers has the
+/// masks by generation blocks.
 #[test]
-fn template_that_rewrites_earlier_turns_is_an_error() {
-    let mut errors = Vec::new();
-    for (template, case, messages, tools) in chat_cases() {
-        if case["error"].is_null() {
-            let error = template.render(&messages, 0, tools.as_ref()).err();
-            errors.extend(error.map(|error| {
-                (
-                    case["template"].clone(),
-                    case["conversation"].clone(),
-                    error,
-                )
-            }));
+fn masks_of_histories_are_those_of_transformers() {
+    let encoder = Encoder::open(&source()).unwrap();
+    let text = fs::read_to_string(oracle("chat.json")).unwrap();
+    let oracle: Value = serde_json::from_str(&text).unwrap();
+    for (name, history) in oracle["histories"].as_object().unwrap() {
+        let template = chat_template(history["template"].as_str().unwrap());
+        for (title, mask) in history["masks"].as_object().unwrap() {
+            let mut line = serde_json::json!({"messages": oracle["turns"][title]});
+            if title.contains("tool") {
+                line["tools"] = oracle["renderings"][3]["tools"].clone();
+            }
+            let rendered = render(&template, &line);
+            let Some(mask) = mask.as_str() else {
+                assert!(rendered.is_err(), "{name}, {title}");
+                continue;
+            };
+            let encoded = encoder.rendered(&rendered.unwrap()).unwrap();
+            let got = encoded.trained.iter().map(|&one| u8::from(one).to_string());
+            assert_eq!(got.collect::<String>(), mask, "{name}, {title}");
         }
     }
-    let [(template, conversation, error)] = &errors[..] else {
-        panic!("{errors:?}")
-    };
-    assert_eq!(
-        (template, conversation),
-        (
-            &Value::from("thinking"),
-            &Value::from("system and two turns")
+}
+
+fn chat_template(text: &str) -> ChatTemplate {
+    let special = [("bos_token", "<|im_start|>"), ("eos_token", "<|end|>")];
+    let special: SpecialTokens = special
+        .map(|(name, text)| (name.into(), text.into()))
+        .into();
+    ChatTemplate::new(PathBuf::from("t"), text, special, 1_722_000_000).unwrap()
+}
+
+fn render(template: &ChatTemplate, line: &Value) -> Result<Rendered, String> {
+    template.render(&Conversation::parse(&line.to_string())?)
+}
+
+/// The text with what is trained in brackets.
+fn shown(template: &str, line: &Value) -> String {
+    match render(&chat_template(template), line) {
+        Ok(Rendered { text, spans, .. }) => {
+            let mut out = text;
+            for span in spans.iter().rev() {
+                out.insert(span.end, ']');
+                out.insert(span.start, '[');
+            }
+            out
+        }
+        Err(error) => format!("error: {error}"),
+    }
+}
+
+/// The loop writes into a variable, so that only beginnings tell which text is whose.
+#[test]
+fn captured_turns_are_found_by_beginnings() {
+    let template = |turn: &str| {
+        format!(
+            "{{% set all %}}{{% for m in messages %}}{turn}{{% endfor %}}{{% endset %}}{{{{ all }}}}\
+             {{% if add_generation_prompt %}}assistant:{{% endif %}}"
         )
+    };
+    let line = serde_json::json!({"messages": [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "b"}, {"role": "assistant", "content": "a"},
+    ]});
+    assert_eq!(
+        shown(&template("{{ m.role }}:{{ m.content }};"), &line),
+        "user:a;assistant:[b;]user:b;assistant:[a;]"
+    );
+    let error = shown(
+        &template("{{ loop.length }}{{ m.role }}:{{ m.content }};"),
+        &line,
     );
     assert!(
-        error.contains("renders the first 3 messages otherwise when others follow"),
+        error.contains("where the text of message 2 is cannot be told"),
         "{error}"
+    );
+}
+
+/// What is written at another message is not trained by guess.
+#[test]
+fn turns_that_are_written_later_are_errors() {
+    let line = serde_json::json!({"messages": [
+        {"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
+    ]});
+    // The question stands in the text of the reply, and the reply in that of the next question.
+    for template in [
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ loop.length }}Q: {{ messages[loop.index0 - 1].content }} A: \
+         {{ m.content }};{% endif %}{% endfor %}",
+        "{% set ns = namespace(last='') %}{{ messages | length }}{% for m in messages %}{{ ns.last }};\
+         {% set ns.last = m.content %}{% endfor %}{{ ns.last }}",
+    ] {
+        let error = shown(template, &line);
+        assert!(error.contains("message 2 is cannot be told"), "{error}");
+    }
+}
+
+#[test]
+fn headers_are_what_prompts_and_turns_share() {
+    let line = serde_json::json!({"messages": [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "thinking": "e"},
+    ]});
+    let history = |turn: &str, prompt: &str| {
+        format!(
+            "{{{{ messages | length }}}}{{% for m in messages %}}{{% if m.role == 'user' %}}<u>{{{{ m.content }}}}{{% else %}}{turn}\
+             {{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
+        )
+    };
+    for (turn, prompt, expected) in [
+        (
+            "<a>{{ m.content }}</s>",
+            "<a>",
+            "4<u>a<a>[b</s>]<u>c<a>[d</s>]",
+        ),
+        // A thought is the message's, also where the prompt opens it.
+        (
+            "<a>{% if loop.last %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}",
+            "<a><think>",
+            "4<u>a<a>[b]<u>c<a>[<think>e</think>d]",
+        ),
+        // The prompt ends in another tag than the message has, or within a header.
+        (
+            "<a><b>{{ m.content }}",
+            "<a><c>",
+            "4<u>a<a>[<b>b]<u>c<a>[<b>d]",
+        ),
+        ("<a b>{{ m.content }}", "<a", "4<u>a[<a b>b]<u>c[<a b>d]"),
+        // No header, and one of which the content is a part.
+        ("{{ m.content }}</s>", "<a>", "4<u>a[b</s>]<u>c[d</s>]"),
+        ("b:{{ m.content }}", "b:", "4<u>ab:[b]<u>cb:[d]"),
+    ] {
+        assert_eq!(shown(&history(turn, prompt), &line), expected);
+    }
+}
+
+/// A completion begins behind its prompt, also where the prompt is rendered otherwise alone.
+#[test]
+fn completion_begins_behind_its_header() {
+    let template = "{{ messages | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}\
+                    {% if add_generation_prompt %}<assistant>{% endif %}";
+    let turn = |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
+    let line = serde_json::json!({
+        "prompt": [turn("user", "a"), turn("assistant", "b"), turn("user", "c")],
+        "completion": [turn("assistant", "d")],
+    });
+    assert_eq!(
+        shown(template, &line),
+        "4<user>a;<assistant>b;<user>c;<assistant>[d;]"
+    );
+}
+
+#[test]
+fn characters_that_mark_blocks_are_refused() {
+    let line = serde_json::json!({"messages": [
+        {"role": "assistant", "content": [{"type": "text", "text": "a\u{fdd0}"}]},
+    ]});
+    let plain = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}";
+    assert_eq!(shown(plain, &line), "[a\u{fdd0}]");
+    let marked = "{% generation %}{{ messages[0].content[0].text }}{% endgeneration %}";
+    let error = shown(marked, &line);
+    assert!(error.contains("U+FDD0"), "{error}");
+}
+
+/// The token that ends a turn may be the header of the next message.
+#[test]
+fn next_header_that_ends_a_turn_is_trained() {
+    let dir = tempfile::tempdir().unwrap();
+    for file in fs::read_dir(oracle("tokenizer")).unwrap() {
+        let file = file.unwrap();
+        fs::copy(file.path(), dir.path().join(file.file_name())).unwrap();
+    }
+    let line = serde_json::json!({"messages": [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"},
+    ]});
+    let template = "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '\n' }}{{ m.content }}{% endfor %}\
+                    {% if add_generation_prompt %}{{ '\n' }}{% endif %}";
+    let rendered = render(&chat_template(template), &line).unwrap();
+    let trained = |ends: &str| {
+        fs::write(dir.path().join("generation_config.json"), ends).unwrap();
+        let source = EncoderSource {
+            tokenizer: Some(dir.path().to_owned()),
+            ..EncoderSource::default()
+        };
+        let encoder = Encoder::open(&source).unwrap();
+        let encoded = encoder.rendered(&rendered).unwrap();
+        let tokens = encoded.tokens.iter().zip(&encoded.trained);
+        let tokens: Vec<u32> = tokens
+            .filter(|(_, is)| **is)
+            .map(|(token, _)| *token)
+            .collect();
+        encoder.decode(&tokens).unwrap()
+    };
+    assert_eq!(trained("{}"), "b");
+    let tokenizer = crate::data::TextTokenizer::open(&oracle("tokenizer")).unwrap();
+    let start = tokenizer.token("<|im_start|>").unwrap();
+    assert_eq!(
+        trained(&format!("{{\"eos_token_id\": [0, {start}]}}")),
+        "b<|im_start|>"
     );
 }

@@ -53,12 +53,33 @@ pub(super) struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     rules: Option<&'a Rules>,
     named: &'a NamedTokens,
+    words: Words,
+}
+
+/// What is known about words, which can go from one encoder of a tokenizer to the next.
+pub(super) struct Words {
     splitters: Vec<Splitter>,
     known: WordTokens,
     /// The character of each byte in the vocabulary of a byte-level model.
     chars: [char; 256],
     /// A word as the model has it.
     mapped: String,
+}
+
+impl Words {
+    fn new(rules: Option<&Rules>) -> tokenizers::Result<Self> {
+        let steps: &[Step] = match rules {
+            Some(Rules::Bytes { steps, .. }) => steps,
+            _ => &[],
+        };
+        let splitters = steps.iter().map(|step| Splitter::new(*step));
+        Ok(Self {
+            splitters: splitters.collect::<Result<_, _>>()?,
+            known: WordTokens::default(),
+            chars: byte_chars(),
+            mapped: String::new(),
+        })
+    }
 }
 
 /// A failure of the tokenizer.
@@ -82,20 +103,27 @@ impl<'a> Encoder<'a> {
         rules: Option<&'a Rules>,
         named: &'a NamedTokens,
     ) -> tokenizers::Result<Self> {
-        let steps: &[Step] = match rules {
-            Some(Rules::Bytes { steps, .. }) => steps,
-            _ => &[],
-        };
-        let splitters = steps.iter().map(|step| Splitter::new(*step));
-        Ok(Self {
+        let words = Words::new(rules)?;
+        Ok(Self::with(tokenizer, rules, named, words))
+    }
+
+    /// An encoder that knows words of an earlier one.
+    pub(super) fn with(
+        tokenizer: &'a Tokenizer,
+        rules: Option<&'a Rules>,
+        named: &'a NamedTokens,
+        words: Words,
+    ) -> Self {
+        Self {
             tokenizer,
             rules,
             named,
-            splitters: splitters.collect::<Result<_, _>>()?,
-            known: WordTokens::default(),
-            chars: byte_chars(),
-            mapped: String::new(),
-        })
+            words,
+        }
+    }
+
+    pub(super) fn into_words(self) -> Words {
+        self.words
     }
 
     /// Appends the tokens of a part of a text; `starts` if it is the first.
@@ -157,8 +185,13 @@ impl<'a> Encoder<'a> {
             Cow::Borrowed(text)
         };
         let model = self.tokenizer.get_model();
-        let (known, chars, mapped) = (&mut self.known, &self.chars, &mut self.mapped);
-        each_word(&mut self.splitters, &text, &mut |word: &str| {
+        let Words {
+            splitters,
+            known,
+            chars,
+            mapped,
+        } = &mut self.words;
+        each_word(splitters, &text, &mut |word: &str| {
             push_word(known, out, word, |out| {
                 mapped.clear();
                 mapped.extend(word.bytes().map(|byte| chars[usize::from(byte)]));
@@ -238,7 +271,7 @@ impl<'a> Encoder<'a> {
         spaced.extend(text.chars().map(|c| if c == ' ' { SPACE } else { c }));
 
         let model = self.tokenizer.get_model();
-        let known = &mut self.known;
+        let known = &mut self.words.known;
         let mut rest = spaced.as_str();
         while !rest.is_empty() {
             let (word, later) = rest.split_at(end_of_spaced_word(rest, each));
@@ -299,7 +332,7 @@ fn push_word(
 
 /// GPT-2's character of each byte: printable ones stand for themselves, the others for characters
 /// from 256 on.
-fn byte_chars() -> [char; 256] {
+pub(super) fn byte_chars() -> [char; 256] {
     let mut others = (256u32..).filter_map(char::from_u32);
     std::array::from_fn(|byte| {
         let own = char::from(byte as u8);

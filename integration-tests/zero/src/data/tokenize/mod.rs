@@ -8,6 +8,7 @@ mod charsmap;
 
 mod encoder;
 mod fit;
+mod places;
 mod rules;
 mod special;
 pub(super) mod stream;
@@ -18,7 +19,6 @@ mod words;
 
 use std::any::Any;
 use std::collections::HashMap;
-use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
@@ -32,6 +32,7 @@ use zero_models::hf::tokenizer_files::{GPT2_FILES, TOKENIZER_FILE, gpt2_files, i
 use super::DataError;
 use encoder::NamedTokens;
 pub(crate) use fit::check_tokenizer;
+use places::{PlacedTokens, Places};
 use rules::Rules;
 pub(super) use special::DocumentEnds;
 use untrusted::{Parts, check_model};
@@ -181,6 +182,8 @@ pub(crate) struct TextTokenizer {
     /// `None` if texts must be tokenized whole.
     rules: Option<Rules>,
     named: NamedTokens,
+    /// `None` if the library must find the places of tokens.
+    places: Option<Places>,
 }
 
 impl TextTokenizer {
@@ -197,9 +200,11 @@ impl TextTokenizer {
         // A file may set padding and truncation for single sentences; a corpus must have neither.
         inner.with_padding(None);
         let _ = inner.with_truncation(None);
+        let rules = Rules::of(&inner);
         Ok(Self {
             path: path.to_owned(),
-            rules: Rules::of(&inner),
+            places: Places::of(&inner, rules.as_ref()),
+            rules,
             named: NamedTokens::of(&inner)?,
             inner,
         })
@@ -219,12 +224,17 @@ impl TextTokenizer {
     }
 
     /// The tokens of a text without further special tokens, and the bytes of each.
-    pub(crate) fn encode_with_places(
-        &self,
-        text: &str,
-    ) -> Result<(Vec<u32>, Vec<Range<usize>>), DataError> {
+    pub(crate) fn encode_with_places(&self, text: &str) -> Result<PlacedTokens, DataError> {
+        let failed = |error| self.error("failed to tokenize the text", &error);
+        if let Some(places) = &self.places {
+            let (inner, rules) = (&self.inner, self.rules.as_ref());
+            let encoded = caught(|| places.encode(inner, rules, &self.named, text));
+            if let Some(encoded) = encoded.map_err(failed)? {
+                return Ok(encoded);
+            }
+        }
         let encoding = caught(|| self.inner.encode(text, false));
-        let encoding = encoding.map_err(|e| self.error("failed to tokenize the text", &e))?;
+        let encoding = encoding.map_err(failed)?;
         let places = encoding.get_offsets().iter();
         let places = places.map(|&(start, end)| start..end).collect();
         Ok((encoding.get_ids().to_vec(), places))

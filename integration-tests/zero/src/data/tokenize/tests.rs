@@ -147,6 +147,14 @@ fn tokens_of_parts(tokenizer: &TextTokenizer, text: &str) -> (Vec<u32>, usize) {
 fn check(text: &str) {
     for (name, tokenizer) in KINDS.iter() {
         let whole = tokenizer.inner.encode_fast(text, false).unwrap();
+        let library = tokenizer.inner.encode(text, false).unwrap();
+        let places: Vec<_> = library.get_offsets().iter().map(|&(a, b)| a..b).collect();
+        let encoded = tokenizer.encode_with_places(text).unwrap();
+        assert_eq!(
+            encoded,
+            (library.get_ids().to_vec(), places),
+            "{name}: {text:?}"
+        );
         let (tokens, _) = tokens_of_parts(tokenizer, text);
         assert_eq!(tokens, whole.get_ids(), "{name}: {text:?}");
     }

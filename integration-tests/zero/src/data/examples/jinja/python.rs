@@ -3,36 +3,75 @@
 //! minijinja prints a list as JSON and a float without exponent; jinja2 prints `str` of a Python
 //! value, in which strings of lists have quotes.
 
-use minijinja::value::{Kwargs, Value, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, Output, State};
+use std::sync::Arc;
+
+use minijinja::value::{Enumerator, Kwargs, Object, ObjectRepr, Value, ValueKind};
+use minijinja::{Error, ErrorKind, Output, State};
+
+use super::operators::is_namespace;
+use super::refused;
 
 /// Deepest nesting of a value that is printed.
 const MAX_DEPTH: usize = 200;
 
-/// Adds what jinja2 does otherwise to an environment.
-pub(super) fn add_to(environment: &mut Environment<'static>) {
-    environment.set_formatter(print);
-    environment.set_unknown_method_callback(|state, value, name, args| {
-        match (value.as_str(), string_method(value, name, args)) {
-            (Some(_), Some(result)) => result,
-            _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args),
+/// What Python prints otherwise than a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Listed {
+    Tuple,
+    Keys,
+    Values,
+    Items,
+    Range,
+    /// What a filter makes step by step.
+    Generator,
+}
+
+/// Elements that Python has no list of.
+#[derive(Debug)]
+pub(super) struct Elements {
+    pub(super) listed: Listed,
+    pub(super) elements: Vec<Value>,
+}
+
+impl Elements {
+    pub(super) fn value(listed: Listed, elements: Vec<Value>) -> Value {
+        Value::from_object(Self { listed, elements })
+    }
+}
+
+impl Object for Elements {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        match self.listed {
+            Listed::Tuple | Listed::Range => ObjectRepr::Seq,
+            Listed::Keys | Listed::Values | Listed::Items | Listed::Generator => {
+                ObjectRepr::Iterable
+            }
         }
-    });
-    environment.add_filter("tojson", to_json);
-    environment.add_filter("string", |value: &Value| text(value));
-    environment.add_filter("join", join);
-    environment.add_filter("trim", trim);
-    environment.add_filter("upper", |value: &Value| Ok(text(value)?.to_uppercase()));
-    environment.add_filter("lower", |value: &Value| Ok(text(value)?.to_lowercase()));
-    environment.add_test("iterable", is_iterable);
-    environment.add_test("sequence", is_sequence);
-    environment.add_test("number", |value: &Value| {
-        value.is_number() || value.kind() == ValueKind::Bool
-    });
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        let is_sequence = matches!(self.listed, Listed::Tuple | Listed::Range);
+        let index = key.as_usize().filter(|_| is_sequence)?;
+        self.elements.get(index).cloned()
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Values(self.elements.clone())
+    }
+
+    fn is_true(self: &Arc<Self>) -> bool {
+        self.listed == Listed::Generator || !self.elements.is_empty()
+    }
+}
+
+/// How a value is listed, if it is no list.
+pub(super) fn listed(value: &Value) -> Option<Listed> {
+    let elements = value.downcast_object_ref::<Elements>()?;
+    Some(elements.listed)
 }
 
 /// Prints a value of `{{ }}`.
-fn print(out: &mut Output, _: &State, value: &Value) -> Result<(), Error> {
+pub(super) fn print(out: &mut Output, _: &State, value: &Value) -> Result<(), Error> {
     let written = match value.as_str() {
         Some(text) => out.write_str(text),
         None => out.write_str(&text(value)?),
@@ -40,47 +79,13 @@ fn print(out: &mut Output, _: &State, value: &Value) -> Result<(), Error> {
     written.map_err(Error::from)
 }
 
-/// Whether jinja2 iterates over a value: an undefined value has no elements, and none cannot be
-/// iterated.
-fn is_iterable(value: &Value) -> bool {
-    is_sequence(value) || value.kind() == ValueKind::Iterable
-}
-
-fn is_sequence(value: &Value) -> bool {
-    matches!(
-        value.kind(),
-        ValueKind::Undefined | ValueKind::String | ValueKind::Seq | ValueKind::Map
-    )
-}
-
-/// Joins `str` of the elements.
-fn join(value: &Value, separator: Option<String>) -> Result<String, Error> {
-    if matches!(value.kind(), ValueKind::Undefined) {
-        return Ok(String::new());
-    }
-    if let Some(text) = value.as_str() {
-        let characters: Vec<String> = text.chars().map(String::from).collect();
-        return Ok(characters.join(&separator.unwrap_or_default()));
-    }
-    let parts: Vec<String> = value
-        .try_iter()?
-        .map(|element| text(&element))
-        .collect::<Result<_, _>>()?;
-    Ok(parts.join(&separator.unwrap_or_default()))
-}
-
-/// `str` of the value without the characters, or white space, at both ends.
-fn trim(value: &Value, characters: Option<String>) -> Result<String, Error> {
-    let text = text(value)?;
-    let trimmed = match characters {
-        Some(characters) => text.trim_matches(|c| characters.contains(c)),
-        None => text.trim(),
-    };
-    Ok(trimmed.to_owned())
+/// Whether a value is a number to Python, for which a bool is one.
+pub(super) fn is_number(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Number | ValueKind::Bool)
 }
 
 /// Python's `str`.
-fn text(value: &Value) -> Result<String, Error> {
+pub(super) fn text(value: &Value) -> Result<String, Error> {
     match (value.kind(), value.as_str()) {
         (_, Some(text)) => Ok(text.to_owned()),
         (ValueKind::Undefined, _) => Ok(String::new()),
@@ -102,7 +107,15 @@ fn push_repr(out: &mut String, value: &Value, depth: usize) -> Result<(), Error>
         ValueKind::None => out.push_str("None"),
         ValueKind::Bool => out.push_str(if value.is_true() { "True" } else { "False" }),
         ValueKind::Number => out.push_str(&number(value)),
+        ValueKind::String if value.is_safe() => {
+            return Err(refused(
+                "a safe string in a list or a dictionary is printed",
+            ));
+        }
         ValueKind::String => push_quoted(out, value.as_str().unwrap_or_default()),
+        ValueKind::Map if is_namespace(value) => {
+            return Err(refused("a namespace is printed"));
+        }
         ValueKind::Map => {
             out.push('{');
             for (index, key) in value.try_iter()?.enumerate() {
@@ -116,16 +129,38 @@ fn push_repr(out: &mut String, value: &Value, depth: usize) -> Result<(), Error>
             out.push('}');
         }
         ValueKind::Seq | ValueKind::Iterable => {
-            out.push('[');
-            for (index, element) in value.try_iter()?.enumerate() {
-                if index > 0 {
+            let (open, close) = match listed(value) {
+                None => ("[", "]"),
+                Some(Listed::Tuple) => ("(", ")"),
+                Some(Listed::Keys) => ("dict_keys([", "])"),
+                Some(Listed::Values) => ("dict_values([", "])"),
+                Some(Listed::Items) => ("dict_items([", "])"),
+                Some(Listed::Range | Listed::Generator) => {
+                    let why = "a range, or what a filter makes, is printed: make a list of it";
+                    return Err(refused(why));
+                }
+            };
+            out.push_str(open);
+            let mut number = 0;
+            for element in value.try_iter()? {
+                if number > 0 {
                     out.push_str(", ");
                 }
                 push_repr(out, &element, depth + 1)?;
+                number += 1;
             }
-            out.push(']');
+            if number == 1 && open == "(" {
+                out.push(',');
+            }
+            out.push_str(close);
         }
-        _ => out.push_str(&value.to_string()),
+        _ => {
+            let why = format!(
+                "a {} is printed, which Python prints otherwise",
+                value.kind()
+            );
+            return Err(refused(why));
+        }
     }
     Ok(())
 }
@@ -210,7 +245,7 @@ struct JsonOptions {
 }
 
 /// The value as `json.dumps(value, ensure_ascii=False)` of Python writes it, with its options.
-fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
+pub(super) fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<Value> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;
     let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
@@ -269,7 +304,9 @@ impl JsonOptions {
             ValueKind::Number => out.push_str(&json_number(value)),
             ValueKind::String => self.push_string(out, value.as_str().unwrap_or_default()),
             ValueKind::Map => self.push_map(out, value, depth)?,
-            ValueKind::Seq | ValueKind::Iterable => {
+            ValueKind::Seq | ValueKind::Iterable
+                if matches!(listed(value), None | Some(Listed::Tuple)) =>
+            {
                 let elements: Vec<Value> = value.try_iter()?.collect();
                 self.push_list(out, ['[', ']'], elements.len(), depth, |out, index| {
                     self.push(out, &elements[index], depth + 1)
@@ -298,6 +335,9 @@ impl JsonOptions {
             entries.push((name, value.get_item(&key)?));
         }
         if self.sort_keys {
+            if value.try_iter()?.any(|key| key.as_str().is_none()) && entries.len() > 1 {
+                return Err(refused("tojson: keys that are no strings are sorted"));
+            }
             entries.sort_by(|(one, _), (other, _)| one.cmp(other));
         }
         self.push_list(out, ['{', '}'], entries.len(), depth, |out, index| {
@@ -372,70 +412,16 @@ fn json_number(value: &Value) -> String {
     }
 }
 
-/// Methods of Python's strings that pycompat lacks; `None` for others.
-fn string_method(value: &Value, name: &str, args: &[Value]) -> Option<Result<Value, Error>> {
-    let text = value.as_str()?;
-    let arg = |index: usize| {
-        let given = args.get(index).and_then(Value::as_str);
-        given.ok_or_else(|| {
-            let why = format!("{name} of a string: argument {} is no string", index + 1);
-            Error::new(ErrorKind::InvalidOperation, why)
-        })
-    };
-    let parts = |parts: [&str; 3]| Value::from(parts.map(Value::from).to_vec());
-    let not_found = || Error::new(ErrorKind::InvalidOperation, "substring not found");
-    let characters = |bytes: usize| Value::from(text[..bytes].chars().count());
-    Some(match name {
-        "partition" => arg(0).map(|by| match text.split_once(by) {
-            Some((before, after)) => parts([before, by, after]),
-            None => parts([text, "", ""]),
-        }),
-        "rpartition" => arg(0).map(|by| match text.rsplit_once(by) {
-            Some((before, after)) => parts([before, by, after]),
-            None => parts(["", "", text]),
-        }),
-        "removeprefix" => arg(0).map(|by| text.strip_prefix(by).unwrap_or(text).into()),
-        "removesuffix" => arg(0).map(|by| text.strip_suffix(by).unwrap_or(text).into()),
-        "index" => arg(0).and_then(|by| text.find(by).map(characters).ok_or_else(not_found)),
-        "rindex" => arg(0).and_then(|by| text.rfind(by).map(characters).ok_or_else(not_found)),
-        "casefold" => Ok(text.to_lowercase().into()),
-        "zfill" => width(args).map(|width| {
-            let (sign, digits) = match text.strip_prefix(['+', '-']) {
-                Some(digits) => (&text[..1], digits),
-                None => ("", text),
-            };
-            let zeros = width.saturating_sub(text.chars().count());
-            format!("{sign}{}{digits}", "0".repeat(zeros)).into()
-        }),
-        "ljust" => width(args).map(|width| format!("{text:<width$}").into()),
-        "rjust" => width(args).map(|width| format!("{text:>width$}").into()),
-        _ => return None,
-    })
-}
-
-/// The width of a padded string.
-fn width(args: &[Value]) -> Result<usize, Error> {
-    // The limit of widths in formats.
-    const MAX_WIDTH: i64 = u16::MAX as i64;
-    let width = args.first().cloned().unwrap_or_default();
-    let width = i64::try_from(width)?;
-    if width > MAX_WIDTH {
-        let why = format!("a width of {width}; at most {MAX_WIDTH} are supported");
-        return Err(Error::new(ErrorKind::InvalidOperation, why));
-    }
-    Ok(width.max(0) as usize)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     /// Renders an expression with `v`, the value of `json`.
     fn shown(expression: &str, json: &str) -> String {
-        let mut environment = Environment::new();
-        add_to(&mut environment);
+        let environment = super::super::environment();
         let v: Value = serde_json::from_str(json).unwrap();
         let source = format!("{{{{ {expression} }}}}");
+        let source = super::super::rewrite(&source).unwrap().text;
         match environment.render_str(&source, minijinja::context! { v }) {
             Ok(text) => text,
             Err(error) => format!("error: {error}"),
@@ -477,7 +463,7 @@ mod tests {
             ("v is iterable", "1", "False"),
             ("v is sequence", "{}", "True"),
             ("v is number", "true", "True"),
-            ("v.partition('=')", "\"a=b=c\"", "['a', '=', 'b=c']"),
+            ("v.partition('=')", "\"a=b=c\"", "('a', '=', 'b=c')"),
             ("v.rpartition('=')[2]", "\"a=b=c\"", "c"),
             (
                 "v.removeprefix('ab') ~ v.removesuffix('bc')",
