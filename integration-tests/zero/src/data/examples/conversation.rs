@@ -62,7 +62,10 @@ impl Conversation {
 
         let mut all = messages(&keys.prompt.unwrap_or_default(), "prompt")?;
         let given = all.len();
-        all.extend(messages(&keys.completion.unwrap_or_default(), "completion")?);
+        all.extend(messages(
+            &keys.completion.unwrap_or_default(),
+            "completion",
+        )?);
         Ok(Self {
             messages: all,
             given,
@@ -106,4 +109,3 @@ fn lost_integer_in(text: &str) -> Option<&str> {
         is_integer && !number.is_empty() && !is_kept
     })
 }
-

@@ -122,4 +122,3 @@ pub(super) fn is_user(message: &Value) -> bool {
 pub(super) fn content(message: &Value) -> Option<Arc<str>> {
     message.get_attr("content").ok()?.to_str()
 }
-

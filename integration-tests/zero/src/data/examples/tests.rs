@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use zero_trainer::{Batch, BatchAt, IGNORED};
 
-use super::encode::Encoder;
 use super::conversation::Conversation;
+use super::encode::Encoder;
 use super::template::{ChatTemplate, Rendered, SpecialTokens};
 use super::trace::Traced;
 use super::{EncoderSource, Examples, RowOptions, TrainingData};

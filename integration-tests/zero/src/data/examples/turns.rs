@@ -17,8 +17,8 @@ use std::ops::Range;
 
 use minijinja::Value;
 
-use super::jinja::MARKS;
 use super::conversation::Conversation;
+use super::jinja::MARKS;
 use super::messages::{content, is_assistant, is_user};
 use super::template::{ChatTemplate, Rendered};
 use super::trace::Traced;
