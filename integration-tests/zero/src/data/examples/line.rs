@@ -39,7 +39,7 @@ impl Form {
 #[cfg(feature = "parquet")]
 pub(super) const KEYS: [&str; 5] = ["text", "prompt", "completion", "messages", "tools"];
 
-/// What a line has under a key, without what a conversation consists of.
+/// The value of a key, without the elements of lists and objects.
 #[derive(Debug)]
 enum Shallow {
     Text(String),
