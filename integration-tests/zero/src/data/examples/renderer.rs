@@ -256,7 +256,7 @@ fn serve(requests: &mut impl Read, replies: &mut impl Write) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends a reply that has what is asked for.
+/// Ends a reply with a result.
 const DONE: u8 = 0;
 
 /// Ends a reply that is an error's message.

@@ -508,19 +508,19 @@ fn captured_turns_are_found_by_beginnings() {
         &line,
     );
     assert!(
-        error.contains("where the text of message 2 is cannot be told"),
+        error.contains("the text of message 2 is not found"),
         "{error}"
     );
 }
 
-/// What is written at another message is not trained by guess.
+/// Text that is written at another message is an error, and not a guess.
 #[test]
 fn turns_that_are_written_later_are_errors() {
     let line = serde_json::json!({"messages": [
         {"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"},
         {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
     ]});
-    // The question stands in the text of the reply, and the reply in that of the next question.
+    // The question is in the text of the reply, and the reply in that of the next question.
     for template in [
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ loop.length }}Q: {{ messages[loop.index0 - 1].content }} A: \
          {{ m.content }};{% endif %}{% endfor %}",
@@ -528,7 +528,7 @@ fn turns_that_are_written_later_are_errors() {
          {% set ns.last = m.content %}{% endfor %}{{ ns.last }}",
     ] {
         let error = shown(template, &line);
-        assert!(error.contains("message 2 is cannot be told"), "{error}");
+        assert!(error.contains("message 2 is not found"), "{error}");
     }
 }
 

@@ -46,7 +46,7 @@ impl Object for Message {
     }
 }
 
-/// What is noted during a rendering.
+/// Notes of a rendering.
 #[derive(Default)]
 struct Notes {
     /// Bytes that are written.
@@ -212,7 +212,7 @@ impl Traced {
         })
     }
 
-    /// Where the text behind all messages begins, if they are found.
+    /// The start of the text behind all messages, if they are found.
     pub(super) fn tail(&self) -> Option<usize> {
         self.parts.last().map(|part| part.bytes.end)
     }

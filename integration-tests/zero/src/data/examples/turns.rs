@@ -11,7 +11,7 @@
 //! opens it.
 //!
 //! The conversation is rendered once; another rendering, of its beginning, shows the generation
-//! prompt. What cannot be told is an error.
+//! prompt. A message whose text is not found is an error.
 
 use std::ops::Range;
 
@@ -23,14 +23,14 @@ use super::messages::{content, is_assistant, is_user};
 use super::template::{ChatTemplate, Rendered};
 use super::trace::Traced;
 
-/// What opens a thought. Some templates write it into the generation prompt, others not.
+/// The tag that opens a thought. Some templates write it into the generation prompt, others not.
 const THOUGHT: &str = "<think>";
 
 impl ChatTemplate {
     /// Renders a conversation. Trained are the assistant's messages after those that are given.
     ///
     /// # Errors
-    /// What the template raises, or a text from which the assistant's part cannot be told.
+    /// The template's own error, or a message whose text is not found.
     pub(super) fn render(&self, conversation: &Conversation) -> Result<Rendered, String> {
         let Conversation {
             messages,
@@ -199,7 +199,7 @@ impl Turns<'_> {
         let tail = prompted.tail().map(|tail| &prompted.text[tail..]);
         let mut prompt = tail.unwrap_or_default().to_owned();
         if prompt.is_empty() {
-            // It is written at the last message, or there is none.
+            // The template writes it at the last message, or has no generation prompt.
             let plain = text(to, false)?;
             let added = prompted.text.strip_prefix(&plain.text);
             prompt = added.ok_or_else(|| self.untold(index))?.to_owned();
@@ -209,7 +209,7 @@ impl Turns<'_> {
         Ok(prompt)
     }
 
-    /// What a message adds to the text of the messages before it.
+    /// The text that a message adds to that of the messages before it.
     fn added(&self, index: usize) -> Result<Range<usize>, String> {
         let start = self.beginning(index, true)?;
         let end = self.beginning(index + 1, false)?;
@@ -225,7 +225,7 @@ impl Turns<'_> {
         Ok(self.whole.text.starts_with(&text).then_some(text.len()))
     }
 
-    /// Where the completion behind the first `given` messages begins.
+    /// The start of the completion behind the first `given` messages.
     fn completion(&self, given: usize) -> Result<usize, String> {
         if let Some(start) = self.beginning(given, true)? {
             return Ok(start);
@@ -242,7 +242,7 @@ impl Turns<'_> {
 
     fn untold(&self, index: usize) -> String {
         self.template.named(&format!(
-            "where the text of message {} is cannot be told: the template writes it at another message, or renders the \
+            "the text of message {} is not found: the template writes it at another message, or renders the \
              beginning of a conversation otherwise when more follows; mark the assistant's part in the template by \
              {{% generation %}} and {{% endgeneration %}}, or pass `prompt` and `completion`",
             index + 1
@@ -262,7 +262,7 @@ fn has_mark(value: &Value) -> bool {
 /// The length of the header in a text that begins as a generation prompt does, wholly or as far as a
 /// token or a line ends.
 ///
-/// A prompt that ends within a header, such as `<|start|>assistant`, is none: a model writes the
+/// A prompt that ends within a header, such as `<|start|>assistant`, is not one: a model writes the
 /// rest, and is trained on the whole turn.
 fn header_len(prompt: &str, text: &str) -> usize {
     let is_end = |c: char| matches!(c, '>' | ']' | ':' | '\n');

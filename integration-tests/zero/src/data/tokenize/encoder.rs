@@ -56,7 +56,7 @@ pub(super) struct Encoder<'a> {
     words: Words,
 }
 
-/// What is known about words, which can go from one encoder of a tokenizer to the next.
+/// The words that an encoder knows, for the next encoder of the same tokenizer.
 pub(super) struct Words {
     splitters: Vec<Splitter>,
     known: WordTokens,

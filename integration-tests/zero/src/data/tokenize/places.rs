@@ -19,7 +19,7 @@ pub(crate) type PlacedTokens = (Vec<u32>, Vec<Range<usize>>);
 pub(super) struct Places {
     /// The bytes of each token.
     lens: Vec<usize>,
-    /// What encoders of other threads knew.
+    /// Words of encoders that are not in use.
     idle: Mutex<Vec<Words>>,
 }
 

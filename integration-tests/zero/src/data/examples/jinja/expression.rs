@@ -157,7 +157,7 @@ pub(super) struct Parser<'a> {
     macros: &'a Macros<'a>,
 }
 
-/// The text of an expression for minijinja, or the reason why there is none.
+/// The text of an expression for minijinja, or the reason why it is refused.
 type Parsed = Result<String, String>;
 
 impl<'a> Parser<'a> {

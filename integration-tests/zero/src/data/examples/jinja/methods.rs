@@ -134,7 +134,7 @@ fn part(text: &str, start: Option<i64>, end: Option<i64>) -> Option<(&str, usize
     (start <= end).then(|| (&text[byte(start)..byte(end)], start as usize))
 }
 
-/// Where a string is in a part of another one, in characters.
+/// The place of a string in a part of another one, in characters.
 fn found(text: &str, name: &str, args: &[Value]) -> Result<Option<usize>> {
     let (what, start, end): (&str, Option<i64>, Option<i64>) = from_args(args)?;
     let Some((part, from)) = part(text, start, end) else {
@@ -464,7 +464,7 @@ fn padded(text: &str, name: &str, args: &[Value]) -> Result {
     Ok(out.into())
 }
 
-/// `str.format` with fields that have no format of their own.
+/// `str.format` with fields that have no format specification.
 fn formatted(template: &str, args: &[Value]) -> Result {
     let (args, kwargs): (&[Value], Kwargs) = match args {
         [rest @ .., last] if last.is_kwargs() => (rest, Kwargs::try_from(last.clone())?),

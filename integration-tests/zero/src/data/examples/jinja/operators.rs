@@ -510,7 +510,7 @@ fn method_as_value(name: &str) -> Error {
     ))
 }
 
-/// What a loop goes over.
+/// The elements of a loop.
 pub(super) fn iterated(value: &Value) -> Result {
     if let Some(text) = value.as_str() {
         let characters = text.chars().map(|c| Value::from(c.to_string()));

@@ -14,7 +14,7 @@ use super::refused;
 /// Deepest nesting of a value that is printed.
 const MAX_DEPTH: usize = 200;
 
-/// What Python prints otherwise than a list.
+/// Kinds of elements that Python does not print as a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Listed {
     Tuple,
@@ -22,7 +22,7 @@ pub(super) enum Listed {
     Values,
     Items,
     Range,
-    /// What a filter makes step by step.
+    /// The result of a filter that Python makes step by step.
     Generator,
 }
 

@@ -29,7 +29,7 @@ enum Piece<'a> {
 #[derive(Debug, PartialEq, Eq)]
 struct Tag<'a> {
     raw: &'a str,
-    /// What it does to the white space on its left: `-`, `+` or nothing.
+    /// The sign for the white space on its left: `-`, `+` or nothing.
     left: &'a str,
     inside: &'a str,
     right: &'a str,
@@ -219,7 +219,7 @@ pub(in super::super) fn rewrite(source: &str) -> Result<Source, String> {
             _ => None,
         };
         let inside = statement::rewritten(keyword, rest, &macros).map_err(named)?;
-        // What is set in a block is set there only.
+        // A variable that is set in a block is set there only.
         let opens_scope = keyword == "filter" || keyword == "set" && !rest.contains('=');
         match call {
             _ if opens_scope => {

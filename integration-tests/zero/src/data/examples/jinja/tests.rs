@@ -76,7 +76,7 @@ fn random_templates_render_as_by_jinja2() {
     );
 }
 
-/// What jinja2 prints and is not supported is refused by its name.
+/// Templates that jinja2 renders otherwise, or refuses, are refused by name.
 #[test]
 fn what_differs_is_refused() {
     let values = Value::from_serialize(serde_json::json!({
