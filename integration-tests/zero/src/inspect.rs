@@ -210,7 +210,8 @@ fn of_examples(rows: &ExampleRows, shown: usize) -> Result<View, CliError> {
     let row = |row: usize| rows.members(row).iter().map(|&index| part(index)).collect();
     let shown = (0..shown.min(rows.len())).map(row);
 
-    let (truncated, left_out) = (HumanCount(rows.truncated), HumanCount(rows.untrained));
+    let truncated = HumanCount(rows.truncated);
+    let left_out = HumanCount(rows.untrained);
     Ok(View {
         rows: shown.collect::<Result<_, CliError>>()?,
         figures: object(json!({

@@ -18,7 +18,8 @@ use zero_ckpt::files;
 
 use super::corpus::TextFile;
 use super::foreign::{self, PROBE_BYTES};
-use super::kind::{Start, is_beside_data, is_lines_name};
+use super::kind::{is_beside_data, is_lines_name};
+use super::start::Start;
 use super::{DataError, outputs};
 
 /// Larger files of the default folder are left out: they are rarely written by a person.

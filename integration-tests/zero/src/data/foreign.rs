@@ -3,7 +3,7 @@
 
 use std::str::Utf8Error;
 
-use super::kind::Start;
+use super::start::Start;
 use super::token_format::NUMPY_MAGIC;
 
 /// A file of another kind.

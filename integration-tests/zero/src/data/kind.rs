@@ -14,42 +14,13 @@
 
 use std::ffi::OsStr;
 use std::fs;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
-use zero_ckpt::files;
-
 use super::examples::{Form, Format, RowFile};
+use super::start::Start;
 use super::token_format::TokenFormat;
 use super::{DataError, DataSource, FolderFiles, foreign, outputs};
-
-/// Bytes of a file that decide its kind.
-const START_BYTES: u64 = 1 << 18;
-
-/// The beginning of a file.
-#[derive(Debug)]
-pub(super) struct Start {
-    pub(super) bytes: Vec<u8>,
-    /// The length of the file.
-    pub(super) file_bytes: u64,
-}
-
-impl Start {
-    /// # Errors
-    /// The file cannot be read.
-    pub(super) fn read(path: &Path) -> Result<Self, DataError> {
-        let failed = |source| DataError::Read {
-            path: path.to_owned(),
-            source,
-        };
-        let (file, file_bytes) = files::open(path).map_err(failed)?;
-        let mut bytes = Vec::new();
-        file.take(START_BYTES)
-            .read_to_end(&mut bytes)
-            .map_err(failed)?;
-        Ok(Self { bytes, file_bytes })
-    }
-}
 
 /// The kind of data, and the reason.
 #[derive(Debug)]

@@ -47,6 +47,7 @@ pub(crate) mod kind;
 mod order;
 mod outputs;
 pub(crate) mod place;
+mod start;
 mod token_cache;
 mod token_format;
 mod tokenize;

@@ -18,8 +18,7 @@ use indicatif::HumanCount;
 use zero_ckpt::files;
 
 use super::DataError;
-use super::kind::Start;
-use super::tokens::Width;
+use super::start::Start;
 
 /// llm.c: 256 numbers of 4 bytes before the tokens (`dev/data/data_common.py`).
 const LLMC_HEADER_BYTES: u64 = 1024;
@@ -42,6 +41,38 @@ const MIN_ALIKE: usize = 8;
 /// How to write tokens with numpy.
 const REMEDY: &str = "write them by numpy as `tokens.astype(numpy.uint16).tofile(\"NAME.bin\")`, or as uint32 to \
                       NAME.u32.bin";
+
+/// The size of a token in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Width {
+    /// Little-endian u16, `NAME.bin`.
+    Two,
+    /// Little-endian u32, `NAME.u32.bin`.
+    Four,
+}
+
+impl Width {
+    pub(super) fn bytes(self) -> u64 {
+        match self {
+            Self::Two => 2,
+            Self::Four => 4,
+        }
+    }
+
+    /// Calls `f` with the index and the value of each token in `bytes` until it returns true.
+    pub(super) fn each(self, bytes: &[u8], mut f: impl FnMut(usize, u32) -> bool) -> bool {
+        match self {
+            Self::Two => {
+                let mut tokens = bytes.as_chunks().0.iter().enumerate();
+                tokens.any(|(i, token)| f(i, u32::from(u16::from_le_bytes(*token))))
+            }
+            Self::Four => {
+                let mut tokens = bytes.as_chunks().0.iter().enumerate();
+                tokens.any(|(i, token)| f(i, u32::from_le_bytes(*token)))
+            }
+        }
+    }
+}
 
 /// The tokens of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -460,7 +491,8 @@ mod tests {
 
     #[test]
     fn arrays_of_numpy_are_read() {
-        let (two, four) = (u16s(1000..1040), u32s(1000..1040));
+        let two = u16s(1000..1040);
+        let four = u32s(1000..1040);
         for (name, content, width, by) in [
             (
                 "a.npy",

@@ -32,38 +32,6 @@ pub(super) enum Tokens {
     Ids(Vec<u32>),
 }
 
-/// The size of a token in a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Width {
-    /// Little-endian u16, `NAME.bin`.
-    Two,
-    /// Little-endian u32, `NAME.u32.bin`.
-    Four,
-}
-
-impl Width {
-    pub(super) fn bytes(self) -> u64 {
-        match self {
-            Self::Two => 2,
-            Self::Four => 4,
-        }
-    }
-
-    /// Calls `f` with the index and the value of each token in `bytes` until it returns true.
-    pub(super) fn each(self, bytes: &[u8], mut f: impl FnMut(usize, u32) -> bool) -> bool {
-        match self {
-            Self::Two => {
-                let mut tokens = bytes.as_chunks().0.iter().enumerate();
-                tokens.any(|(i, token)| f(i, u32::from(u16::from_le_bytes(*token))))
-            }
-            Self::Four => {
-                let mut tokens = bytes.as_chunks().0.iter().enumerate();
-                tokens.any(|(i, token)| f(i, u32::from_le_bytes(*token)))
-            }
-        }
-    }
-}
-
 /// Statistics of all tokens.
 pub(super) struct TokenStats {
     /// Occurrences of each token, up to the largest that occurs.

@@ -221,7 +221,8 @@ impl FromStr for Gpus {
             .and_then(|range| range.split_once(".."))
             .ok_or_else(expected)?;
         let number = |text: &str| text.parse::<u64>().map_err(|_| expected());
-        let (from, to) = (number(from)?, number(to)?);
+        let from = number(from)?;
+        let to = number(to)?;
         if from == 0 || from > to || to > 1 << 20 {
             return Err(format!("{text}: expected 1 <= FROM <= TO <= 1048576"));
         }

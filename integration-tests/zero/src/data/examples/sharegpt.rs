@@ -76,7 +76,8 @@ fn of_turn(turn: &Value) -> Result<Value, String> {
         let text = value.as_str().map(str::to_owned);
         text.ok_or_else(|| format!("has no `{key}` that is a string"))
     };
-    let (from, value) = (text("from")?, text("value")?);
+    let from = text("from")?;
+    let value = text("value")?;
     let role = match from.as_str() {
         "human" | "user" => "user",
         "gpt" | "assistant" | "chatgpt" | "bard" | "bing" => "assistant",

@@ -227,7 +227,8 @@ impl TextTokenizer {
     pub(crate) fn encode_with_places(&self, text: &str) -> Result<PlacedTokens, DataError> {
         let failed = |error| self.error("failed to tokenize the text", &error);
         if let Some(places) = &self.places {
-            let (inner, rules) = (&self.inner, self.rules.as_ref());
+            let inner = &self.inner;
+            let rules = self.rules.as_ref();
             let encoded = caught(|| places.encode(inner, rules, &self.named, text));
             if let Some(encoded) = encoded.map_err(failed)? {
                 return Ok(encoded);

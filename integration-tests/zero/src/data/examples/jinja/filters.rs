@@ -5,8 +5,10 @@ use std::cmp::Ordering;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind};
 use minijinja::{Environment, Error, State};
 
-use super::operators::{add, compare, equal, float, from_integer, integer, iterated};
-use super::python::{Elements, Listed, is_number, listed, text, to_json};
+use super::numbers::{float, from_integer, integer};
+use super::operators::{add, compare, equal, iterated};
+use super::percent::percent_format;
+use super::python::{Elements, Listed, is_namespace, is_number, listed, text, to_json};
 use super::{methods, operators, refused};
 
 type Result<T = Value> = std::result::Result<T, Error>;
@@ -50,7 +52,7 @@ pub(super) fn add_to(environment: &mut Environment<'static>) {
     environment.add_filter("format", |template: &Value, values: Rest<Value>| {
         let template = Value::from(text(template)?);
         let values = Elements::value(Listed::Tuple, values.to_vec());
-        methods::percent_format(&template, &values)
+        percent_format(&template, &values)
     });
     environment.add_filter("urlencode", url_encode);
 
@@ -162,7 +164,7 @@ fn add_tests(environment: &mut Environment<'static>) {
         value.is_number() && !value.is_integer()
     });
     environment.add_test("mapping", |value: &Value| {
-        value.kind() == ValueKind::Map && !operators::is_namespace(value)
+        value.kind() == ValueKind::Map && !is_namespace(value)
     });
     environment.add_test("sequence", |value: &Value| match value.kind() {
         ValueKind::Undefined | ValueKind::String | ValueKind::Map => true,

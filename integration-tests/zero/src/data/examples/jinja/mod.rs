@@ -9,7 +9,9 @@
 mod expression;
 mod filters;
 mod methods;
+mod numbers;
 mod operators;
+mod percent;
 mod python;
 mod statement;
 mod syntax;

@@ -6,8 +6,10 @@ use minijinja::value::{Value, ValueKind};
 use minijinja::{Environment, Error};
 
 use super::expression::DICT_METHODS;
-use super::python::{Elements, Listed, is_number, listed, text};
-use super::{methods, refused};
+use super::numbers::{float, from_integer, integer};
+use super::percent::percent_format;
+use super::python::{Elements, Listed, is_namespace, is_number, listed, text};
+use super::refused;
 
 /// Longest string or list that an operator repeats.
 const MAX_REPEATED: usize = 100_000_000;
@@ -91,33 +93,6 @@ fn numbers(operator: &str, a: &Value, b: &Value) -> Result<Numbers> {
     match (integer(a), integer(b)) {
         (Some(a), Some(b)) => Ok(Numbers::Integers(a, b)),
         _ => Ok(Numbers::Floats(float(a)?, float(b)?)),
-    }
-}
-
-/// An integer, of which bools are some.
-pub(super) fn integer(value: &Value) -> Option<i128> {
-    match value.kind() {
-        ValueKind::Bool => Some(i128::from(value.is_true())),
-        ValueKind::Number if value.is_integer() => i128::try_from(value.clone()).ok(),
-        _ => None,
-    }
-}
-
-pub(super) fn float(value: &Value) -> Result<f64> {
-    match value.kind() {
-        ValueKind::Bool => Ok(f64::from(u8::from(value.is_true()))),
-        _ => f64::try_from(value.clone()).or_else(|_| match integer(value) {
-            // Rounded, as by Python.
-            Some(integer) => Ok(integer as f64),
-            None => Err(refused("a number is too large")),
-        }),
-    }
-}
-
-pub(super) fn from_integer(integer: i128) -> Value {
-    match i64::try_from(integer) {
-        Ok(integer) => Value::from(integer),
-        Err(_) => Value::from(integer),
     }
 }
 
@@ -215,7 +190,8 @@ fn divide(a: &Value, b: &Value) -> Result {
     {
         return Err(refused("/ of integers of more than 53 bits"));
     }
-    let (a, b) = (float(a)?, float(b)?);
+    let a = float(a)?;
+    let b = float(b)?;
     match b == 0.0 {
         true => Err(division_by_zero()),
         false => Ok(Value::from(a / b)),
@@ -258,7 +234,7 @@ fn floor_divide(operator: &str, a: &Value, b: &Value) -> Result<(Value, Value)> 
 
 fn modulo(a: &Value, b: &Value) -> Result {
     if a.as_str().is_some() {
-        return methods::percent_format(a, b);
+        return percent_format(a, b);
     }
     let (_, remainder) = floor_divide("%", a, b)?;
     Ok(remainder)
@@ -273,7 +249,8 @@ fn power(a: &Value, b: &Value) -> Result {
                 .ok_or_else(too_large)
         }
         Numbers::Integers(..) | Numbers::Floats(..) => {
-            let (a, b) = (float(a)?, float(b)?);
+            let a = float(a)?;
+            let b = float(b)?;
             if a == 0.0 && b < 0.0 {
                 return Err(division_by_zero());
             }
@@ -488,11 +465,6 @@ pub(super) fn item(value: &Value, index: &Value) -> Result {
         Some(at) if value.kind() == ValueKind::Seq => value.get_item_by_index(at),
         Some(at) => Ok(value.try_iter()?.nth(at).unwrap_or_default()),
     }
-}
-
-pub(super) fn is_namespace(value: &Value) -> bool {
-    let object = value.as_object();
-    object.is_some_and(|object| object.type_name().ends_with("Namespace"))
 }
 
 /// `value.name` for a name that dictionaries have as a method.

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use minijinja::value::{Enumerator, Kwargs, Object, ObjectRepr, Value, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State};
 
-use super::operators::is_namespace;
 use super::refused;
 
 /// Deepest nesting of a value that is printed.
@@ -77,6 +76,12 @@ pub(super) fn print(out: &mut Output, _: &State, value: &Value) -> Result<(), Er
         None => out.write_str(&text(value)?),
     };
     written.map_err(Error::from)
+}
+
+/// Whether a value is what `namespace()` makes.
+pub(super) fn is_namespace(value: &Value) -> bool {
+    let object = value.as_object();
+    object.is_some_and(|object| object.type_name().ends_with("Namespace"))
 }
 
 /// Whether a value is a number to Python, for which a bool is one.
