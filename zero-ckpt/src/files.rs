@@ -5,8 +5,8 @@
 //! open regular files only, never wait for the writer of a pipe, and read a bounded number of
 //! bytes. Symbolic links are followed, since Hugging Face's cache consists of them.
 //!
-//! A repository that was cloned without Git LFS has pointers of 130 bytes in place of its large files.
-//! [`open_content`] and the functions that read refuse them, with the remedy.
+//! A repository that was cloned without Git LFS has pointers of 130 bytes in place of its large
+//! files. [`open_content`] and the functions that read refuse them, with the remedy.
 //!
 //! A name is *absent* only if the folder has no entry of that name. What is there and cannot be
 //! read is an error, never absent: a run that goes on without it would be another run.

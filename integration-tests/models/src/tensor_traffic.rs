@@ -20,8 +20,8 @@ pub struct TensorElems {
     pub partial_sums: u64,
     /// Of activations, in reduce-scatters: with sequence parallelism.
     pub reduce_scatter: u64,
-    /// Of activations, in all-gathers: with sequence parallelism, or the inputs of blocks if they are
-    /// partitioned.
+    /// Of activations, in all-gathers: with sequence parallelism, or the inputs of blocks if they
+    /// are partitioned.
     pub all_gather: u64,
     /// Statistics of the loss in fp32, in all-gathers.
     pub statistics: u64,
@@ -68,10 +68,10 @@ struct Rows {
 impl Rows {
     /// Those of a model of `layers` blocks.
     ///
-    /// A block has two sums in its forward and two in its backward; embedding and head have one each.
-    /// With sequence parallelism the input of each first matrix is gathered, and in backward again
-    /// (on the host only if it is not there from the repeated forward), as is the gradient of each
-    /// second matrix's output. A repeated forward needs no sum of the block's output.
+    /// A block has two sums in its forward and two in its backward; embedding and head have one
+    /// each. With sequence parallelism the input of each first matrix is gathered, and in backward
+    /// again (on the host only if it is not there from the repeated forward), as is the gradient of
+    /// each second matrix's output. A repeated forward needs no sum of the block's output.
     fn of(options: &ModelOptions, layers: u64, on_gpu: bool) -> Self {
         let repeats = u64::from(options.activation_checkpointing);
         let has_inputs = options.activation_checkpointing && !on_gpu;
@@ -87,9 +87,9 @@ impl Rows {
 }
 
 impl ModelConfig {
-    /// The elements that a rank of tensor parallelism sends for one micro-batch, of a model on the host
-    /// or on a GPU. Exact if the ranks divide the elements of a block's input. The options must be valid for
-    /// the configuration.
+    /// The elements that a rank of tensor parallelism sends for one micro-batch, of a model on the
+    /// host or on a GPU. Exact if the ranks divide the elements of a block's input. The options
+    /// must be valid for the configuration.
     pub fn tensor_elems(&self, options: &ModelOptions, on_gpu: bool) -> TensorElems {
         let ranks = options.tensor_ranks as u64;
         let tokens = options.tokens() as u64;
@@ -142,7 +142,8 @@ impl ModelConfig {
         elems as u64
     }
 
-    /// The part of each unit on one of `ranks` ranks of tensor parallelism: of the same sizes on all.
+    /// The part of each unit on one of `ranks` ranks of tensor parallelism: of the same sizes on
+    /// all.
     ///
     /// # Errors
     /// As [`Self::check_tensor_ranks`].

@@ -59,7 +59,8 @@ enum Command {
         #[arg(required = true, value_name = "DIR")]
         folders: Vec<PathBuf>,
     },
-    /// Write a Hugging Face folder: safetensors files, the tokenizer and the other files of the model
+    /// Write a Hugging Face folder: safetensors files, the tokenizer and the other files of the
+    /// model
     Export {
         /// A directory of checkpoints (selects the one that `latest` names) or one checkpoint in it
         checkpoint: PathBuf,
@@ -78,8 +79,8 @@ enum Command {
         #[arg(long, default_value = "master")]
         state: String,
     },
-    /// Save the weights of a Hugging Face folder as a checkpoint, and keep its other files beside it;
-    /// `zero train --model DIR` starts from it
+    /// Save the weights of a Hugging Face folder as a checkpoint, and keep its other files beside
+    /// it; `zero train --model DIR` starts from it
     Import {
         /// The folder with config.json and model.safetensors (or its index)
         model: PathBuf,

@@ -44,8 +44,8 @@ pub struct GenerateArgs {
     /// A file with the text to continue
     #[arg(long, value_name = "FILE")]
     pub prompt_file: Option<PathBuf>,
-    /// The tokens to continue, such as 1,2,3; without a tokenizer, those that follow are printed so,
-    /// too
+    /// The tokens to continue, such as 1,2,3; without a tokenizer, those that follow are printed
+    /// so, too
     #[arg(long, value_name = "IDS", value_delimiter = ',', value_parser = parse_whole::<u32>)]
     pub token_ids: Option<Vec<u32>>,
     /// Most tokens to generate; fewer if the model ends the text, or its positions end
@@ -272,8 +272,8 @@ impl Source {
         Ok(found.or(Some(recorded)))
     }
 
-    /// The tokens that end a text: of a checkpoint of an older version also those of the folder that
-    /// the run started from, which may have more than its `config.json`.
+    /// The tokens that end a text: of a checkpoint of an older version also those of the folder
+    /// that the run started from, which may have more than its `config.json`.
     fn end_tokens(&self) -> Result<Vec<u32>, CliError> {
         let mut ends = self.folder.end_tokens().map_err(CliError::usage)?;
         if let (None, Some(run)) = (self.folder.companions(), &self.run) {

@@ -26,8 +26,8 @@ pub struct DataArgs {
 
 #[derive(Subcommand, Clone, Debug)]
 enum DataCommand {
-    /// Show what data is read as and why, and its first rows as tokens and text, with what is trained
-    /// marked
+    /// Show what data is read as and why, and its first rows as tokens and text, with what is
+    /// trained marked
     Inspect(InspectArgs),
 }
 

@@ -1,8 +1,9 @@
-//! The files of a model beside its weights: its tokenizer, chat templates and settings of generation.
+//! The files of a model beside its weights: its tokenizer, chat templates and settings of
+//! generation.
 //!
-//! A run keeps them beside its checkpoints (`zero_ckpt::ModelFiles`), so that a resume, an export and
-//! `zero generate` need no path of the machine that it was made on. Checkpoints of older versions
-//! have none: their files are in the folders that `run.json` names, if these exist.
+//! A run keeps them beside its checkpoints (`zero_ckpt::ModelFiles`), so that a resume, an export
+//! and `zero generate` need no path of the machine that it was made on. Checkpoints of older
+//! versions have none: their files are in the folders that `run.json` names, if these exist.
 
 use std::path::{Path, PathBuf};
 

@@ -26,8 +26,8 @@ impl<D: Device> Pool<D> {
     /// everything that used it has run; memory in use longer stays. Returns the number of bytes. Keep a block for as long as anything
     /// uses its address (a graph that is launched again, a library with which it is registered).
     ///
-    /// Memory below the last block stays. Use this for memory that another library needs, not in every step: the pool
-    /// reserves memory again when needed, at the cost of the device's calls.
+    /// Memory below the last block stays. Use this for memory that another library needs, not in
+    /// every step: the pool reserves memory again when needed, at the cost of the device's calls.
     pub fn trim(&self, limit: Duration) -> usize {
         let mut time = TimeLimit::new(limit);
         let mut bytes = 0;

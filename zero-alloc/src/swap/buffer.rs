@@ -11,7 +11,8 @@ use crate::device::{AnySlice, DType, DeviceError};
 use crate::host::{HostDevice, HostStream};
 use crate::{AllocError, Block, Pool, Purpose};
 
-/// Host memory at an address that transfers need, a multiple of [`SwapFile::ALIGN_BYTES`](super::SwapFile::ALIGN_BYTES).
+/// Host memory at an address that transfers need, a multiple of
+/// [`SwapFile::ALIGN_BYTES`](super::SwapFile::ALIGN_BYTES).
 ///
 /// A clone is another handle of the same memory. It is freed in stream order when the last handle
 /// is dropped; a lane has one of each buffer that is registered with it, so that the kernel's

@@ -82,7 +82,8 @@ impl SwapLane {
     ///
     /// # Errors
     /// A slice is not in host memory, an offset, address or length is not a multiple of
-    /// [`SwapFile::ALIGN_BYTES`](super::SwapFile::ALIGN_BYTES), a range ends beyond the file, or the stream is closed.
+    /// [`SwapFile::ALIGN_BYTES`](super::SwapFile::ALIGN_BYTES), a range ends beyond the file, or
+    /// the stream is closed.
     pub fn read(&self, stream: &HostStream, ranges: &[(u64, AnySlice)]) -> Result<(), DeviceError> {
         self.enqueue("swap read", false, stream, ranges)
     }

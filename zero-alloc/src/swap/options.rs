@@ -26,7 +26,8 @@ pub enum SwapEngine {
 pub struct SwapOptions {
     /// Requests in flight at most in each lane. Default 32.
     pub queue_depth: usize,
-    /// The largest request, in bytes: a multiple of [`SwapFile::ALIGN_BYTES`](super::SwapFile::ALIGN_BYTES). Default 1 MiB.
+    /// The largest request, in bytes: a multiple of
+    /// [`SwapFile::ALIGN_BYTES`](super::SwapFile::ALIGN_BYTES). Default 1 MiB.
     pub request_bytes: usize,
     /// How requests reach the kernel.
     pub engine: SwapEngine,

@@ -1,5 +1,5 @@
-//! The planner compared with a naive reference on random programs: the bytes of each range keep their
-//! contents.
+//! The planner compared with a naive reference on random programs: the bytes of each range keep
+//! their contents.
 //!
 //! `ZERO_ALLOC_MODEL_OPS` sets the number of operations of the random program.
 

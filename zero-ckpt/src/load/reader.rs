@@ -49,8 +49,8 @@ impl Reader {
     /// (`step-00000030.old.*`) if a crash left only that. If it is incomplete (a file is missing or
     /// has another length, or the manifest is damaged), opens the complete checkpoint that was
     /// saved last; [`Reader::notices`] lists the skipped ones with their defects.
-    /// [`Reader::read_param`], [`View::read_range`](crate::View::read_range) and [`Reader::verify`] verify file contents as
-    /// they read them.
+    /// [`Reader::read_param`], [`View::read_range`](crate::View::read_range) and [`Reader::verify`]
+    /// verify file contents as they read them.
     ///
     /// # Errors
     /// [`CkptError::NoCheckpoint`] with the defect of each candidate, or a failed read.

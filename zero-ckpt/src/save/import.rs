@@ -16,8 +16,8 @@ use crate::{CkptError, SaveMeta, StateDtype, StateSpec, Store};
 /// whose only state is `master`, in fp32. `place` maps a tensor's name to its unit and parameter,
 /// or to `None` to omit it; units are in the order in which they first occur, by tensor name.
 /// Copies `config.json`; other files of the model are those of
-/// [`StoreOptions::model_files`](crate::StoreOptions::model_files). Uses a few MiB of memory for any
-/// model.
+/// [`StoreOptions::model_files`](crate::StoreOptions::model_files). Uses a few MiB of memory for
+/// any model.
 ///
 /// # Errors
 /// A file is missing or invalid, a tensor is not fp32, bf16, fp16 or fp64, two parameters have one

@@ -10,8 +10,9 @@ use crate::exchange::MESSAGE_BYTES;
 use crate::format::staged_name::SaveId;
 use crate::{Piece, StateSpec};
 
-/// A part of the staging buffer, or of the buffer of [`Store::stage_streamed`](crate::Store::stage_streamed): elements of one
-/// unit of one state, without padding.
+/// A part of the staging buffer, or of the buffer of
+/// [`Store::stage_streamed`](crate::Store::stage_streamed): elements of one unit of one state,
+/// without padding.
 #[non_exhaustive]
 pub struct StagingSlice<'a> {
     /// The state.
@@ -82,7 +83,7 @@ pub(crate) struct Publication {
     pub(crate) checkpoint: PublishedCheckpoint,
     /// The name of the checkpoint of [`SaveMeta::superseded`](crate::SaveMeta::superseded).
     pub(crate) superseded: Option<String>,
-    /// The number of this save in each session of a rank; one session if [`Store::create_on_ranks`](crate::Store::create_on_ranks)
-    /// opened the stores.
+    /// The number of this save in each session of a rank; one session if
+    /// [`Store::create_on_ranks`](crate::Store::create_on_ranks) opened the stores.
     pub(crate) numbers: BTreeMap<u64, u32>,
 }

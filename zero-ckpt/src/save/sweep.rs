@@ -138,8 +138,8 @@ impl Store {
         step <= publication.checkpoint.step && is_done && self.owns_checksum(save.run)
     }
 
-    /// Whether [`SaveId::run`](crate::format::staged_name::SaveId::run) is of this run or of one that it
-    /// resumed.
+    /// Whether [`SaveId::run`](crate::format::staged_name::SaveId::run) is of this run or of one
+    /// that it resumed.
     pub(crate) fn owns_checksum(&self, run: u32) -> bool {
         let resumed = self
             .options

@@ -133,8 +133,8 @@ pub(crate) trait HostArch: Send + Sync + 'static {
         p: &Flat<'_>,
     );
 
-    /// The gradient of the input of a branch's dropout, `[M, C]`, which its backward reads: `s.dres` if
-    /// nothing is dropped.
+    /// The gradient of the input of a branch's dropout, `[M, C]`, which its backward reads:
+    /// `s.dres` if nothing is dropped.
     fn before_dropout(
         &self,
         s: ScratchSlices,
@@ -144,8 +144,8 @@ pub(crate) trait HostArch: Send + Sync + 'static {
         s.dres
     }
 
-    /// Computes that gradient, of rows from `first` on, from the gradient `dy` of a branch. Called if a
-    /// branch has dropout.
+    /// Computes that gradient, of rows from `first` on, from the gradient `dy` of a branch. Called
+    /// if a branch has dropout.
     fn drop_gradient(
         &self,
         _branch: Branch,
@@ -157,9 +157,9 @@ pub(crate) trait HostArch: Send + Sync + 'static {
         dx.copy_from_slice(dy);
     }
 
-    /// One part of a block's backward. Adds to `grad`, the unit's gradient. `s.dres` is the gradient
-    /// of the output before [`Backward::Mlp`] and of the input after [`Backward::Norm1`]. May overwrite
-    /// the block's activations except for the norms' outputs.
+    /// One part of a block's backward. Adds to `grad`, the unit's gradient. `s.dres` is the
+    /// gradient of the output before [`Backward::Mlp`] and of the input after [`Backward::Norm1`].
+    /// May overwrite the block's activations except for the norms' outputs.
     fn backward(
         &self,
         part: Backward,

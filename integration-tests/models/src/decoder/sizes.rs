@@ -42,8 +42,8 @@ pub(crate) struct Extent {
     /// The widest row of a block's gradients that is not on the residual stream.
     pub(crate) wide: usize,
     pub(crate) exchanges: Exchanges,
-    /// The most gradients of a pass, besides those of cut parameters, that ranks of tensor parallelism
-    /// sum.
+    /// The most gradients of a pass, besides those of cut parameters, that ranks of tensor
+    /// parallelism sum.
     pub(crate) partial: usize,
     pub(crate) table: usize,
 }

@@ -15,8 +15,8 @@ use crate::ops::linear;
 use crate::tensor::TensorRank;
 
 impl<A: HostArch> Engine<A> {
-    /// Enqueues the logits of this rank's token `token`, gathers them, and returns those of the whole
-    /// vocabulary.
+    /// Enqueues the logits of this rank's token `token`, gathers them, and returns those of the
+    /// whole vocabulary.
     pub(super) fn cut_token_logits(
         &self,
         group: &TensorGroup,
@@ -45,8 +45,8 @@ impl<A: HostArch> Engine<A> {
         Ok(all.slice(0..group.vocab).erase())
     }
 
-    /// Enqueues the sum of the losses of the first `tokens` tokens after a forward, or their loss and
-    /// gradients.
+    /// Enqueues the sum of the losses of the first `tokens` tokens after a forward, or their loss
+    /// and gradients.
     pub(super) fn cut_losses(
         &self,
         group: &TensorGroup,

@@ -2,11 +2,10 @@
 //! checkpoints.
 //!
 //! A **Hugging Face folder** holds `config.json` and either `model.safetensors` or several such
-//! files with `model.safetensors.index.json`. Weights are F32, F16, BF16 or F64, which is rounded to
-//! fp32. Parameters have
-//! Hugging Face's names; the prefix of the model without its head (`transformer.`, `model.`) is
-//! optional in files. A prefix that all tensors carry, as wrappers of a model add it (`module.`,
-//! `_orig_mod.`), is left out, with a warning.
+//! files with `model.safetensors.index.json`. Weights are F32, F16, BF16 or F64, which is rounded
+//! to fp32. Parameters have Hugging Face's names; the prefix of the model without its head
+//! (`transformer.`, `model.`) is optional in files. A prefix that all tensors carry, as wrappers of
+//! a model add it (`module.`, `_orig_mod.`), is left out, with a warning.
 //!
 //! [`HfFolder::open`] checks all names, shapes and types against the configuration before anything
 //! is allocated. [`HfFolder::read`] reads any range of a parameter, so that a rank reads its own

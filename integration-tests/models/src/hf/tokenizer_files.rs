@@ -12,8 +12,8 @@ pub const TOKENIZER_FILE: &str = "tokenizer.json";
 pub const GPT2_FILES: [[&str; 2]; 2] =
     [["vocab.json", "merges.txt"], ["encoder.json", "vocab.bpe"]];
 
-/// The folder, in that of the files that are kept beside checkpoints, of a tokenizer that is not the
-/// model's own.
+/// The folder, in that of the files that are kept beside checkpoints, of a tokenizer that is not
+/// the model's own.
 pub const OTHER_TOKENIZER: &str = "tokenizer";
 
 /// The tokenizer in a folder of files that are kept beside checkpoints.

@@ -128,8 +128,8 @@ impl Rope {
 
     /// The longest context of a model with `max_position_embeddings`.
     ///
-    /// Why: the cards of Qwen's models add YaRN for contexts beyond `max_position_embeddings`, which
-    /// stays what it was. transformers computes any length.
+    /// Why: the cards of Qwen's models add YaRN for contexts beyond `max_position_embeddings`,
+    /// which stays what it was. transformers computes any length.
     pub(crate) fn positions(&self, max_position_embeddings: usize) -> usize {
         match self.scaling {
             Scaling::Yarn(yarn) => {

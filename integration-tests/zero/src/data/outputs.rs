@@ -19,8 +19,8 @@ const LOG_LINES: usize = 40;
 const STAGING: &str = ".staging";
 const LOCK: &str = ".lock";
 
-/// Whether a folder is a checkpoint, a folder of checkpoints, that of the files kept beside some, or
-/// a Hugging Face model.
+/// Whether a folder is a checkpoint, a folder of checkpoints, that of the files kept beside some,
+/// or a Hugging Face model.
 pub(super) fn is_output_folder(dir: &Path) -> bool {
     is_checkpoint(dir) || holds_checkpoints(dir) || holds_kept_files(dir) || is_model(dir)
 }

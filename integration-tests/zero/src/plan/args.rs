@@ -150,7 +150,8 @@ pub struct SimulateArgs {
     #[arg(long, requires = "hardware")]
     pub simulate: bool,
     /// GPUs and nodes: a machine (v100-32g, a100-40g, a100-80g, h100-80g, h200-141g, b200-180g,
-    /// rtx4090-24g, this for the machine at hand, or a file of zero measure) with GPUs of a node x nodes, such as h100-80g:8x64
+    /// rtx4090-24g, this for the machine at hand, or a file of zero measure) with GPUs of a node x
+    /// nodes, such as h100-80g:8x64
     #[arg(long, value_name = "NAME:GPUSxNODES")]
     pub hardware: Option<String>,
     /// The parts of the machine's figures that a program reaches, from --save-efficiencies; without
@@ -177,16 +178,16 @@ pub struct SimulateArgs {
     /// A measured step to draw beside it: the trace.json of zero train --report
     #[arg(long, value_name = "TRACE.json", requires = "timeline")]
     pub timeline_beside: Option<PathBuf>,
-    /// Measured steps to calibrate on: files of zero train --metrics, of runs on --hardware, of which
-    /// GPUS is that of a node; or a CSV file with the columns of
+    /// Measured steps to calibrate on: files of zero train --metrics, of runs on --hardware, of
+    /// which GPUS is that of a node; or a CSV file with the columns of
     /// integration-tests/simulator/tests/data/steps.csv, of one machine and software
     #[arg(long, value_name = "FILE.jsonl|A.csv", num_args = 1..)]
     pub calibrate: Vec<PathBuf>,
     /// Steps to predict, in the same form: prints predictions and measurements, then the errors
     #[arg(long, value_name = "FILE.jsonl|B.csv", num_args = 1.., requires = "calibrate")]
     pub predict: Vec<PathBuf>,
-    /// The rows of a CSV file that count: all, or at most eight by a rule that does not look at their
-    /// times
+    /// The rows of a CSV file that count: all, or at most eight by a rule that does not look at
+    /// their times
     #[arg(long, value_enum, default_value_t, requires = "calibrate")]
     pub rows: Rows,
     /// Where to write the efficiencies that --calibrate finds

@@ -17,9 +17,10 @@ pub struct TrainArgs {
     pub config: Option<PathBuf>,
     /// A text file; a folder of texts, which is read whole; tokens (.bin of u16, .u32.bin, .npy, or
     /// with a header of llm.c); or examples: a .jsonl or .json file, or a folder of them, with
-    /// `prompt` and `completion`, `messages`, `conversations` (ShareGPT), `instruction` and `output`
-    /// (Alpaca) or `text`. `zero data inspect` shows what data is read as, and why
-    /// [default: the texts in the current folder without hidden, git-ignored, built and large files]
+    /// `prompt` and `completion`, `messages`, `conversations` (ShareGPT), `instruction` and
+    /// `output` (Alpaca) or `text`. `zero data inspect` shows what data is read as, and why
+    /// [default: the texts in the current folder without hidden, git-ignored, built and large
+    /// files]
     #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
     pub data: Option<PathBuf>,
     /// The model.

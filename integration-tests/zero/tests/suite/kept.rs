@@ -24,7 +24,8 @@ const FILES: [(&str, &str); 5] = [
 /// The tokenizer with a chat template.
 const TOKENIZER: [&str; 2] = ["tokenizer.json", "tokenizer_config.json"];
 
-/// A folder with a Llama of 256 tokens, a tokenizer, the other files and keys that only others read.
+/// A folder with a Llama of 256 tokens, a tokenizer, the other files and keys that only others
+/// read.
 fn write_model(dir: &Path) {
     fs::create_dir_all(dir.join("additional_chat_templates")).unwrap();
     fs::copy(

@@ -1,5 +1,5 @@
-//! Frames over a TCP connection. [`Input`] and [`Output`] are the buffers of a non-blocking connection,
-//! [`Incoming`] and [`send`] block.
+//! Frames over a TCP connection. [`Input`] and [`Output`] are the buffers of a non-blocking
+//! connection, [`Incoming`] and [`send`] block.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;

@@ -63,8 +63,8 @@ pub(crate) trait GpuArch: Send + 'static {
         x: AnySlice,
     ) -> Result<(), ModelError>;
 
-    /// Computes the backward of a block, which adds to or writes the unit's gradient. `cx.s.dres` is
-    /// the gradient of the output on entry and of the input on return.
+    /// Computes the backward of a block, which adds to or writes the unit's gradient. `cx.s.dres`
+    /// is the gradient of the output on entry and of the input on return.
     fn backward(
         &self,
         cx: &PassContext<'_>,
@@ -95,8 +95,8 @@ pub(crate) trait GpuArch: Send + 'static {
 /// # Safety
 /// As for [`Model`]; it also writes to `out`.
 pub unsafe trait GpuModel: Model<CudaDevice> {
-    /// Enqueues the logits of this rank's tokens, `[tokens, stride_elems(vocab)]`, after a forward of
-    /// every pass. See [`stride_elems`](crate::cuda::cross_entropy::stride_elems).
+    /// Enqueues the logits of this rank's tokens, `[tokens, stride_elems(vocab)]`, after a forward
+    /// of every pass. See [`stride_elems`](crate::cuda::cross_entropy::stride_elems).
     ///
     /// # Errors
     /// The stream failed.

@@ -90,8 +90,8 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    /// With the logits of `logits_rows` tokens. The options must pass [`ModelOptions::validate`], so
-    /// that no size overflows.
+    /// With the logits of `logits_rows` tokens. The options must pass [`ModelOptions::validate`],
+    /// so that no size overflows.
     pub(super) fn new(extent: Extent, options: &ModelOptions, logits_rows: usize) -> Self {
         let act = options.dtype;
         let tokens = options.tokens();

@@ -261,8 +261,8 @@ pub(super) fn keys(text: &str) -> Vec<Key> {
 /// Not in any text: it is private to fonts.
 const NOT_A_NUMBER: &str = "\u{f8ff}NaN";
 
-/// The text with strings in place of `NaN`, `Infinity` and `-Infinity`, which Python writes and JSON
-/// does not have; `None` if it has none of them.
+/// The text with strings in place of `NaN`, `Infinity` and `-Infinity`, which Python writes and
+/// JSON does not have; `None` if it has none of them.
 pub(super) fn without_nans(text: &str) -> Option<String> {
     let mut out = String::with_capacity(text.len() + 16);
     let mut rest = text;

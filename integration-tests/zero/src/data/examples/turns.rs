@@ -259,8 +259,8 @@ fn has_mark(value: &Value) -> bool {
     inner.any(|one| has_mark(&one) || value.get_item(&one).is_ok_and(|of_key| has_mark(&of_key)))
 }
 
-/// The length of the header in a text that begins as a generation prompt does, wholly or as far as a
-/// token or a line ends.
+/// The length of the header in a text that begins as a generation prompt does, wholly or as far as
+/// a token or a line ends.
 ///
 /// A prompt that ends within a header, such as `<|start|>assistant`, is not one: a model writes the
 /// rest, and is trained on the whole turn.
