@@ -108,6 +108,7 @@ fn main() -> ExitCode {
     std::panic::set_hook(Box::new(|panic| tracing::debug!("{panic}")));
 
     data::render_apart();
+    ckpt::name_commands();
 
     let result = std::panic::catch_unwind(|| match Cli::parse_from(arguments()).command {
         Command::Train(args) => train::run(&args),

@@ -6,8 +6,7 @@ use crate::format::manifest::MANIFEST_NAME;
 use crate::format::names::{backup_of, step_of};
 use crate::io::dir::Dir;
 use crate::load::catalog;
-use crate::load::staged_hint::staged_hint;
-use crate::save::staged_search::newer_staged;
+use crate::save::staged::{newer_staged, staged_hint};
 use crate::{CkptError, Reader};
 
 /// The result of [`resolve`].
@@ -111,7 +110,7 @@ pub fn has_checkpoints(path: impl AsRef<Path>) -> Result<bool, CkptError> {
 pub fn count_checkpoints(path: impl AsRef<Path>) -> Result<usize, CkptError> {
     match Dir::open(path.as_ref()) {
         Ok(dir) => Ok(catalog::names(&dir)?.len()),
-        Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => Ok(0),
+        Err(error) if error.is_missing() => Ok(0),
         Err(e) => Err(e),
     }
 }
