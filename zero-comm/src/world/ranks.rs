@@ -93,7 +93,7 @@ impl Ranks {
         }
     }
 }
-setters!(Ranks { launcher: Launcher, one_machine: bool, token: Option<Token> });
+zero_alloc::setters!(Ranks { launcher: Launcher, one_machine: bool, token: Option<Token> });
 
 /// A secret that all ranks of a job share. Only processes that know it can join the world. Its
 /// `Debug` output does not contain it.
