@@ -130,7 +130,7 @@ impl BucketOptions {
         }
     }
 }
-setters!(BucketOptions {
+zero_alloc::setters!(BucketOptions {
     count: usize,
     overlap: bool
 });

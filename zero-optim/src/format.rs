@@ -63,7 +63,7 @@ pub struct StateFormat {
     /// Running averages of gradients.
     pub moments: Moments,
 }
-setters!(StateFormat {
+zero_alloc::setters!(StateFormat {
     masters: Masters,
     moments: Moments
 });

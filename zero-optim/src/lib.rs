@@ -1,8 +1,5 @@
 #![doc = include_str!("../README.md")]
 
-#[macro_use]
-mod setters;
-
 mod agreement;
 mod builder;
 #[cfg(feature = "ckpt")]
