@@ -12,7 +12,8 @@ use crate::model::Model;
 use crate::offload::host_params::SharedParams;
 use crate::rank::Rank;
 use crate::stages::gradients::Gradients;
-use crate::stages::optimizer::{self, Optimizer};
+use crate::stages::optimizer::Optimizer;
+use crate::stages::optimizer_choice;
 use crate::stages::stage::{MicroBatches, Read, Stage, evaluate_whole, micro_batch_whole};
 use crate::stages::storage::Storage;
 
@@ -29,7 +30,7 @@ pub(crate) struct Dense<D: Device> {
 impl<D: Device> Dense<D> {
     pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let params = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
-        let optimizer = optimizer::build(rank, Some(params.all_units()))?;
+        let optimizer = optimizer_choice::build(rank, Some(params.all_units()))?;
         let grads = Gradients::new(rank, model, &*optimizer)?;
         Ok(Self {
             optimizer,
