@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use zero_alloc::device::DType;
 use zero_comm::PrefetchOptions;
-use zero_optim::OptimizerConfig;
+use zero_optim::{Moments, OptimizerConfig};
 use zero_shard::{
     LayoutOptions, ParamSpec, ShardError, Tie, TransformerShape, UnitSpec, ZeroStage,
 };
@@ -455,7 +455,7 @@ impl Request {
             offload.optimizer = Home::Host;
         }
         if offload.optimizer == Home::Device {
-            offload.format.bf16_moments = false;
+            offload.format.moments = Moments::Fp32;
         }
 
         let sub_group = &mut settings.optimizer.sub_group_elems;

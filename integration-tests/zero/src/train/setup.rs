@@ -251,7 +251,9 @@ impl RunSetup {
     fn check_outputs(&mut self) -> Result<(), CliError> {
         if let Some((dir, _)) = &self.options.checkpoint {
             save_folder::check(dir, &self.options.store())?;
-            let saves = Saves::of(&self.options, self.first_step, &self.workload.config);
+            let states = self.settings.optimizer_state().kinds().count();
+            let model = &self.workload.config;
+            let saves = Saves::of(&self.options, self.first_step, model, states);
             self.notices.extend(room::check(dir, &saves)?);
         }
         for output in Output::ALL {
