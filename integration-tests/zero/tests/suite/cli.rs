@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::place;
-use crate::support::{data, fails, run_tiny, succeeds, temp, tiny, zero};
+use crate::support::{data, fails, on_disk, run_tiny, succeeds, temp, tiny, zero};
 
 /// A folder that the user names is data, all of it, and what is no text is named.
 #[test]
@@ -357,7 +357,7 @@ fn offload_of_a_configuration_is_checked() {
 /// The same losses, and nothing is left in the folder.
 #[test]
 fn offload_keeps_the_losses() {
-    let dir = temp();
+    let dir = on_disk();
     let run = |metrics: &str, more: &[&str]| {
         succeeds(&run_tiny(
             dir.path(),

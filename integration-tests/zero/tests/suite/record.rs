@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{data, fails, run_tiny, succeeds, temp, zero};
+use crate::support::{data, fails, on_disk, run_tiny, succeeds, temp, zero};
 
 /// Settings that are not the defaults.
 const SETTINGS: [&str; 22] = [
@@ -893,7 +893,7 @@ fn sub_group_size_is_taken_up() {
 /// The places of state do not decide the numbers, and flags override them.
 #[test]
 fn offload_is_taken_up() {
-    let dir = temp();
+    let dir = on_disk();
     let dir = dir.path();
     inputs(dir);
     for folder in ["one", "two"] {
