@@ -8,7 +8,7 @@ use zero_alloc::device::{DType, DeviceError};
 
 use crate::call::Call;
 #[cfg(feature = "processes")]
-use crate::world::{LaunchError, RendezvousError};
+use crate::world::error::{LaunchError, RendezvousError};
 use crate::{Collective, ReduceOp};
 
 /// The reason why a collective was not enqueued or did not finish.

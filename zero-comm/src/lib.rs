@@ -27,6 +27,10 @@ pub mod threads;
 mod two_level;
 mod wait_on_drop;
 #[cfg(feature = "processes")]
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "testing")),
+    allow(dead_code, reason = "the back ends of processes use it")
+)]
 pub mod world;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight, SumInto};
