@@ -11,7 +11,6 @@ mod communicator;
 #[cfg(feature = "testing")]
 pub mod conformance;
 mod error;
-mod exchange;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 #[cfg(feature = "cuda")]
@@ -24,10 +23,12 @@ mod reduce;
 mod scheduled;
 #[cfg(feature = "testing")]
 pub mod slow;
+mod small_messages;
 mod solo;
 mod split_request;
 pub mod threads;
 mod two_level;
+mod unit_collectives;
 mod wait_on_drop;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight, SumInto};
@@ -43,5 +44,6 @@ pub use prefetch::{
 pub use scheduled::{ScheduledComm, ScheduledGroups};
 pub use solo::Solo;
 pub use two_level::{LevelTraffic, TwoLevel};
+pub use unit_collectives::{Gather, Reduce, WireCodec, WireKernels};
 pub use wait_on_drop::WaitOnDrop;
 pub use zero_alloc::device::Reduced;
