@@ -1,5 +1,8 @@
 #![doc = include_str!("../README.md")]
 
+#[macro_use]
+mod setters;
+
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod device;

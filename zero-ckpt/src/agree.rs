@@ -14,8 +14,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::exchange::{Message, RECORD_BYTES, broadcast, shorten};
 use crate::job::{Job, Watch};
+use crate::messages::{Message, RECORD_BYTES, broadcast, shorten};
 use crate::{CkptError, Exchange};
 
 /// The first number of a record.

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use crate::commands::{commands, with_function};
 use crate::files;
 
 /// A failure to save, open or read a checkpoint.
@@ -47,14 +48,15 @@ pub enum CkptError {
     },
     /// The checkpoint was removed while it was opened or read.
     #[error(
-        "{} was removed while it was read: a run that saves there keeps its newest checkpoints only (--keep-last); read \
-         again, for a newer one",
-        path.display()
+        "{} was removed while it was read: a run that saves there keeps its newest checkpoints only ({}); read again, for \
+         a newer one",
+        path.display(), commands().keep_last
     )]
     Removed { path: PathBuf },
     /// A save failed after its checkpoint was published.
     #[error(
-        "{name} is published, but {what}: {error}; the checkpoint is complete: `zero train --resume` (zero_ckpt::resolve) finds it"
+        "{name} is published, but {what}: {error}; the checkpoint is complete: {} finds it",
+        with_function(commands().resume, "zero_ckpt::resolve")
     )]
     Published {
         /// The name of the checkpoint.
@@ -223,9 +225,8 @@ pub enum CkptError {
     },
     /// A save failed after this rank had staged its file, which is kept.
     #[error(
-        "{error}; this rank's staged file is kept: {}; if those of all ranks are, `zero ckpt assemble` \
-         (zero_ckpt::assemble) makes a checkpoint of them",
-        path.display()
+        "{error}; this rank's staged file is kept: {}; if those of all ranks are, {} makes a checkpoint of them",
+        path.display(), with_function(commands().assemble, "zero_ckpt::assemble")
     )]
     Kept {
         /// The reason of the failure.
@@ -305,6 +306,11 @@ impl CkptError {
             CkptError::Exchange { message } => message,
             other => other.to_string(),
         }
+    }
+
+    /// Whether the entry that a call names does not exist.
+    pub(crate) fn is_missing(&self) -> bool {
+        matches!(self, CkptError::Io { error, .. } if error.kind() == std::io::ErrorKind::NotFound)
     }
 
     pub(crate) fn argument(

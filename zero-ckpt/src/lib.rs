@@ -10,19 +10,19 @@ compile_error!(
 );
 
 mod agree;
+mod commands;
 mod error;
-mod exchange;
 pub mod files;
 pub mod format;
 mod io;
 mod job;
 mod load;
+mod messages;
 mod model_files;
-mod resolve;
 mod save;
 
+pub use commands::{Commands, name_commands};
 pub use error::CkptError;
-pub use exchange::{Exchange, ExchangeFn, MESSAGE_BYTES, RECORD_BYTES, SingleRank};
 pub use format::blocks::{Piece, StateSpec};
 pub use format::dtype::StateDtype;
 pub use format::header::TensorEntry;
@@ -31,12 +31,13 @@ pub use format::model::ModelSpec;
 pub use format::tensor_folder::TensorFolder;
 pub use format::tensor_parallel::{TENSOR_PARALLEL_JSON, TensorParallel, TensorParam, TensorUnit};
 pub use load::export::{ExportOptions, ExportReport};
+pub use load::newest::{Resolved, count_checkpoints, has_checkpoints, resolve};
 pub use load::on_ranks::Selection;
 pub use load::reader::Reader;
 pub use load::resharding::View;
 pub use load::verify::VerifyReport;
+pub use messages::{Exchange, ExchangeFn, MESSAGE_BYTES, RECORD_BYTES, SingleRank};
 pub use model_files::{MODEL_FILES_FOLDER, MODEL_FILES_JSON, ModelFiles};
-pub use resolve::{Resolved, count_checkpoints, has_checkpoints, resolve};
 pub use save::assemble::{Assembled, assemble, assemble_step};
 pub use save::background::{BackgroundStore, Fence};
 pub use save::import::import;

@@ -126,7 +126,7 @@ impl BucketOptions {
         }
     }
 }
-setters!(BucketOptions { count: usize });
+zero_alloc::setters!(BucketOptions { count: usize });
 
 struct Bucket<D: Device> {
     block: Block<D>,
@@ -637,7 +637,7 @@ impl<D: Device> Filling<D> {
 pub struct InFlight<D: Device> {
     /// `None` once finished.
     bucket: Option<Bucket<D>>,
-    /// What this rank keeps of the sum.
+    /// The part of the sum that this rank keeps.
     result: AnySlice,
     shared: Arc<Shared<D>>,
 }
@@ -674,7 +674,7 @@ impl<D: Device> InFlight<D> {
         event.map(Some)
     }
 
-    /// What this rank keeps of the sum, in the bucket: its segment, or the whole.
+    /// The part of the sum that this rank keeps, in the bucket: its segment, or the whole.
     ///
     /// # Safety
     /// The slice is used only by operations enqueued on the communication stream, before this

@@ -58,7 +58,7 @@ impl Default for Plan {
     }
 }
 
-setters!(Plan {
+zero_alloc::setters!(Plan {
     seed: u64,
     cases: usize,
     max_segment_elems: usize,

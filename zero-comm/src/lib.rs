@@ -1,8 +1,5 @@
 #![doc = include_str!("../README.md")]
 
-#[macro_use]
-mod setters;
-
 pub mod backend;
 mod buckets;
 mod call;
@@ -30,12 +27,12 @@ pub mod threads;
 mod two_level;
 mod unit_collectives;
 mod wait_on_drop;
+#[cfg(feature = "processes")]
+pub mod world;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight, SumInto};
 pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
-#[cfg(feature = "cuda")]
-pub use nccl::RendezvousError;
 pub use options::CommOptions;
 pub use prefetch::{
     OrderCheck, OwnShard, PlannedStep, PrefetchError, PrefetchOptions, PrefetchReport,
@@ -46,4 +43,6 @@ pub use solo::Solo;
 pub use two_level::{LevelTraffic, TwoLevel};
 pub use unit_collectives::{Gather, Reduce, WireCodec, WireKernels};
 pub use wait_on_drop::WaitOnDrop;
+#[cfg(feature = "processes")]
+pub use world::RendezvousError;
 pub use zero_alloc::device::Reduced;

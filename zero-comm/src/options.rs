@@ -11,7 +11,7 @@ pub struct CommOptions {
     pub limit: Duration,
 }
 
-setters!(CommOptions { limit: Duration });
+zero_alloc::setters!(CommOptions { limit: Duration });
 
 impl Default for CommOptions {
     fn default() -> Self {

@@ -1,4 +1,4 @@
-//! What travels between ranks when a unit is gathered, and when its gradient is reduced.
+//! The transfers between ranks when a unit is gathered, and when its gradient is reduced.
 //!
 //! ```text
 //! Gather   shards of all ranks --(encode)--> all_gather --(decode)--> the whole unit

@@ -77,7 +77,7 @@ impl StepInputs {
         }
     }
 }
-setters!(StepInputs { flags: u64 });
+zero_alloc::setters!(StepInputs { flags: u64 });
 
 /// AdamW over this rank's part of the state. A call on another stream than the last call's makes
 /// that stream wait for the optimizer's earlier work.

@@ -60,7 +60,7 @@ impl Default for OptimizerConfig {
     }
 }
 
-setters!(OptimizerConfig {
+zero_alloc::setters!(OptimizerConfig {
     hyper: AdamHyper,
     lr: f64,
     schedule: LrSchedule,

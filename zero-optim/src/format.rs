@@ -63,7 +63,7 @@ pub struct OffloadOptions {
     /// but other bits at another stage, with other ranks or other frozen elements.
     pub bf16_moments: bool,
 }
-setters!(OffloadOptions {
+zero_alloc::setters!(OffloadOptions {
     home: StateHome,
     remainder: bool,
     bf16_moments: bool

@@ -50,7 +50,7 @@ impl Default for GroupRules {
     }
 }
 
-setters!(GroupRules {
+zero_alloc::setters!(GroupRules {
     lr_scale: f64,
     trainable: bool
 });

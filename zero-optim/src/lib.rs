@@ -1,8 +1,5 @@
 #![doc = include_str!("../README.md")]
 
-#[macro_use]
-mod setters;
-
 mod adamw;
 mod agreement;
 mod builder;

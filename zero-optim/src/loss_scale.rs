@@ -39,7 +39,7 @@ pub struct DynamicScaling {
     pub fail_at_min: bool,
 }
 
-setters!(DynamicScaling {
+zero_alloc::setters!(DynamicScaling {
     initial_scale_power: u32,
     window: u64,
     hysteresis: u32,

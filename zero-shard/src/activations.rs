@@ -129,42 +129,14 @@ impl ActivationOptions {
         }
     }
 }
-impl ActivationOptions {
-    /// Sets [`ActivationOptions::checkpointing`].
-    #[must_use]
-    pub fn checkpointing(mut self, checkpointing: bool) -> Self {
-        self.checkpointing = checkpointing;
-        self
-    }
 
-    /// Sets [`ActivationOptions::checkpoint_shards`].
-    #[must_use]
-    pub fn checkpoint_shards(mut self, checkpoint_shards: u64) -> Self {
-        self.checkpoint_shards = checkpoint_shards;
-        self
-    }
-
-    /// Sets [`ActivationOptions::flash_attention`].
-    #[must_use]
-    pub fn flash_attention(mut self, flash_attention: bool) -> Self {
-        self.flash_attention = flash_attention;
-        self
-    }
-
-    /// Sets [`ActivationOptions::dropout`].
-    #[must_use]
-    pub fn dropout(mut self, dropout: bool) -> Self {
-        self.dropout = dropout;
-        self
-    }
-
-    /// Sets [`ActivationOptions::recompute_gelu`].
-    #[must_use]
-    pub fn recompute_gelu(mut self, recompute_gelu: bool) -> Self {
-        self.recompute_gelu = recompute_gelu;
-        self
-    }
-}
+setters!(ActivationOptions {
+    checkpointing: bool,
+    checkpoint_shards: u64,
+    flash_attention: bool,
+    dropout: bool,
+    recompute_gelu: bool,
+});
 
 /// Bytes of activations on one rank when the backward pass begins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -158,84 +158,19 @@ pub struct MemoryModel {
     pub host_activations_bytes: u64,
 }
 
-impl MemoryModel {
-    /// Sets [`MemoryModel::placement`].
-    #[must_use]
-    pub fn placement(mut self, placement: Placement) -> Self {
-        self.placement = placement;
-        self
-    }
-
-    /// Sets [`MemoryModel::gathered_elems`].
-    #[must_use]
-    pub fn gathered_elems(mut self, gathered_elems: u64) -> Self {
-        self.gathered_elems = gathered_elems;
-        self
-    }
-
-    /// Sets [`MemoryModel::bucket_elems`].
-    #[must_use]
-    pub fn bucket_elems(mut self, bucket_elems: u64) -> Self {
-        self.bucket_elems = bucket_elems;
-        self
-    }
-
-    /// Sets [`MemoryModel::buckets`].
-    #[must_use]
-    pub fn buckets(mut self, buckets: u64) -> Self {
-        self.buckets = buckets;
-        self
-    }
-
-    /// Sets [`MemoryModel::scratch_bytes`].
-    #[must_use]
-    pub fn scratch_bytes(mut self, scratch_bytes: u64) -> Self {
-        self.scratch_bytes = scratch_bytes;
-        self
-    }
-
-    /// Sets [`MemoryModel::sub_group_elems`].
-    #[must_use]
-    pub fn sub_group_elems(mut self, sub_group_elems: u64) -> Self {
-        self.sub_group_elems = sub_group_elems;
-        self
-    }
-
-    /// Sets [`MemoryModel::sub_group_buffers`].
-    #[must_use]
-    pub fn sub_group_buffers(mut self, sub_group_buffers: u64) -> Self {
-        self.sub_group_buffers = sub_group_buffers;
-        self
-    }
-
-    /// Sets [`MemoryModel::unit_shard_elems`].
-    #[must_use]
-    pub fn unit_shard_elems(mut self, unit_shard_elems: u64) -> Self {
-        self.unit_shard_elems = unit_shard_elems;
-        self
-    }
-
-    /// Sets [`MemoryModel::param_buffers`].
-    #[must_use]
-    pub fn param_buffers(mut self, param_buffers: u64) -> Self {
-        self.param_buffers = param_buffers;
-        self
-    }
-
-    /// Sets [`MemoryModel::activations_bytes`].
-    #[must_use]
-    pub fn activations_bytes(mut self, activations_bytes: u64) -> Self {
-        self.activations_bytes = activations_bytes;
-        self
-    }
-
-    /// Sets [`MemoryModel::host_activations_bytes`].
-    #[must_use]
-    pub fn host_activations_bytes(mut self, host_activations_bytes: u64) -> Self {
-        self.host_activations_bytes = host_activations_bytes;
-        self
-    }
-}
+setters!(MemoryModel {
+    placement: Placement,
+    gathered_elems: u64,
+    bucket_elems: u64,
+    buckets: u64,
+    scratch_bytes: u64,
+    sub_group_elems: u64,
+    sub_group_buffers: u64,
+    unit_shard_elems: u64,
+    param_buffers: u64,
+    activations_bytes: u64,
+    host_activations_bytes: u64,
+});
 
 impl MemoryModel {
     /// A model of parameters, gradients and optimizer state only, all on the device.

@@ -171,28 +171,11 @@ impl Default for LayoutOptions {
     }
 }
 
-impl LayoutOptions {
-    /// Sets [`LayoutOptions::shard_align_elems`].
-    #[must_use]
-    pub fn shard_align_elems(mut self, shard_align_elems: u64) -> Self {
-        self.shard_align_elems = shard_align_elems;
-        self
-    }
-
-    /// Sets [`LayoutOptions::param_align_elems`].
-    #[must_use]
-    pub fn param_align_elems(mut self, param_align_elems: u64) -> Self {
-        self.param_align_elems = param_align_elems;
-        self
-    }
-
-    /// Sets [`LayoutOptions::ties`].
-    #[must_use]
-    pub fn ties(mut self, ties: Vec<Tie>) -> Self {
-        self.ties = ties;
-        self
-    }
-}
+setters!(LayoutOptions {
+    shard_align_elems: u64,
+    param_align_elems: u64,
+    ties: Vec<Tie>,
+});
 
 /// A parameter and its place in the flat parameter of its unit.
 #[derive(Clone, Debug, PartialEq, Eq)]

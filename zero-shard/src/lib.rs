@@ -25,6 +25,9 @@
 //! All shards of a unit have equal length, even if the ranks have different amounts of memory.
 #![forbid(unsafe_code)]
 
+#[macro_use]
+mod setters;
+
 mod activations;
 mod bucket;
 mod checked;

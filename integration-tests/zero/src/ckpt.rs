@@ -17,6 +17,16 @@ use crate::output::{print_note, print_text};
 use crate::settings::record::RunRecord;
 use zero_models::hf::HfFolder;
 
+/// Makes the messages of `zero-ckpt` name the commands of this program.
+pub fn name_commands() {
+    zero_ckpt::name_commands(zero_ckpt::Commands {
+        assemble: "zero ckpt assemble",
+        assemble_step: "zero ckpt assemble --step",
+        resume: "zero train --resume",
+        keep_last: "--keep-last",
+    });
+}
+
 /// Inspect, verify, assemble, export or import checkpoints
 #[derive(Args, Debug)]
 pub struct CkptArgs {
@@ -407,6 +417,7 @@ mod tests {
         use zero_ckpt::{SaveMeta, ShardData, SingleRank};
         use zero_shard::{Layout, ParamSpec, UnitSpec};
 
+        name_commands();
         let dir = tempfile::tempdir().unwrap();
         let taken = dir.path().join("taken");
         let new = dir.path().join("new");

@@ -42,42 +42,13 @@ impl Default for PlannerConfig {
     }
 }
 
-impl PlannerConfig {
-    /// Sets [`PlannerConfig::granule_bytes`].
-    #[must_use]
-    pub fn granule_bytes(mut self, granule_bytes: u64) -> Self {
-        self.granule_bytes = granule_bytes;
-        self
-    }
-
-    /// Sets [`PlannerConfig::page_bytes`].
-    #[must_use]
-    pub fn page_bytes(mut self, page_bytes: u64) -> Self {
-        self.page_bytes = page_bytes;
-        self
-    }
-
-    /// Sets [`PlannerConfig::limit_bytes`].
-    #[must_use]
-    pub fn limit_bytes(mut self, limit_bytes: u64) -> Self {
-        self.limit_bytes = limit_bytes;
-        self
-    }
-
-    /// Sets [`PlannerConfig::slack`].
-    #[must_use]
-    pub fn slack(mut self, slack: f64) -> Self {
-        self.slack = slack;
-        self
-    }
-
-    /// Sets [`PlannerConfig::stitching`].
-    #[must_use]
-    pub fn stitching(mut self, stitching: bool) -> Self {
-        self.stitching = stitching;
-        self
-    }
-}
+setters!(PlannerConfig {
+    granule_bytes: u64,
+    page_bytes: u64,
+    limit_bytes: u64,
+    slack: f64,
+    stitching: bool,
+});
 
 /// The bytes of a planner's space.
 #[derive(Clone, Debug, PartialEq)]

@@ -41,28 +41,11 @@ impl Request {
     }
 }
 
-impl Request {
-    /// Sets [`Request::align`].
-    #[must_use]
-    pub fn align(mut self, align: u64) -> Self {
-        self.align = align;
-        self
-    }
-
-    /// Sets [`Request::lifetime`].
-    #[must_use]
-    pub fn lifetime(mut self, lifetime: Lifetime) -> Self {
-        self.lifetime = lifetime;
-        self
-    }
-
-    /// Sets [`Request::tag`].
-    #[must_use]
-    pub fn tag(mut self, tag: u8) -> Self {
-        self.tag = tag;
-        self
-    }
-}
+setters!(Request {
+    align: u64,
+    lifetime: Lifetime,
+    tag: u8,
+});
 
 /// The number of tags.
 pub const TAGS: usize = 8;

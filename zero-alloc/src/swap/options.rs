@@ -51,42 +51,13 @@ impl Default for SwapOptions {
     }
 }
 
-impl SwapOptions {
-    /// Sets [`SwapOptions::queue_depth`].
-    #[must_use]
-    pub fn queue_depth(mut self, queue_depth: usize) -> Self {
-        self.queue_depth = queue_depth;
-        self
-    }
-
-    /// Sets [`SwapOptions::request_bytes`].
-    #[must_use]
-    pub fn request_bytes(mut self, request_bytes: usize) -> Self {
-        self.request_bytes = request_bytes;
-        self
-    }
-
-    /// Sets [`SwapOptions::engine`].
-    #[must_use]
-    pub fn engine(mut self, engine: SwapEngine) -> Self {
-        self.engine = engine;
-        self
-    }
-
-    /// Sets [`SwapOptions::direct`].
-    #[must_use]
-    pub fn direct(mut self, direct: bool) -> Self {
-        self.direct = direct;
-        self
-    }
-
-    /// Sets [`SwapOptions::limit`].
-    #[must_use]
-    pub fn limit(mut self, limit: Duration) -> Self {
-        self.limit = limit;
-        self
-    }
-}
+setters!(SwapOptions {
+    queue_depth: usize,
+    request_bytes: usize,
+    engine: SwapEngine,
+    direct: bool,
+    limit: Duration,
+});
 
 /// Checks the options of a file.
 pub(super) fn check(options: &SwapOptions) -> Result<(), SwapError> {

@@ -15,9 +15,10 @@
 use crate::format::blocks::checksum;
 use crate::format::names::{step_name, step_of};
 
-/// One save of one run.
+/// One save of one run, in the order of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct SaveId {
+    pub(crate) step: u64,
     /// Checksum of the run's name.
     pub(crate) run: u32,
     pub(crate) session: u64,
@@ -29,7 +30,7 @@ pub(crate) fn run_checksum(run: Option<&str>) -> u32 {
     checksum(run.unwrap_or_default().as_bytes()) as u32
 }
 
-/// The kind of an entry of the staging directory.
+/// The kind of an entry of a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// The staged file of a rank.
@@ -38,16 +39,31 @@ pub(crate) enum Kind {
     Ready,
 }
 
-/// An entry of the staging directory that belongs to a save.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct StagedName {
-    pub(crate) step: u64,
-    pub(crate) kind: Kind,
-    pub(crate) save: SaveId,
-}
+impl SaveId {
+    /// The name of this save's entry of `kind`.
+    pub(crate) fn name(self, kind: Kind) -> String {
+        match kind {
+            Kind::File(rank) => self.with(format_args!("rank-{rank:05}")),
+            Kind::Description => self.with(format_args!("save")),
+            Kind::Ready => self.with(format_args!("ready")),
+        }
+    }
 
-impl StagedName {
-    pub(crate) fn parse(name: &str) -> Option<Self> {
+    fn with(self, kind: std::fmt::Arguments<'_>) -> String {
+        let Self {
+            step,
+            run,
+            session,
+            number,
+        } = self;
+        format!(
+            "{}.{kind}.{run:08x}.{session:016x}.{number}",
+            step_name(step)
+        )
+    }
+
+    /// Parses the name of an entry.
+    pub(crate) fn parse(name: &str) -> Option<(Self, Kind)> {
         let parts: Vec<&str> = name.split('.').collect();
         let [step, kind, run, session, number] = parts[..] else {
             return None;
@@ -58,38 +74,20 @@ impl StagedName {
             rank => Kind::File(rank.strip_prefix("rank-")?.parse().ok()?),
         };
 
-        let run = u32::from_str_radix(run, 16).ok()?;
-        let session = u64::from_str_radix(session, 16).ok()?;
-        let save = SaveId {
-            run,
-            session,
+        let id = Self {
+            step: step_of(step)?,
+            run: u32::from_str_radix(run, 16).ok()?,
+            session: u64::from_str_radix(session, 16).ok()?,
             number: number.parse().ok()?,
         };
-
-        let parsed = Self {
-            step: step_of(step)?,
-            kind,
-            save,
-        };
-
-        (parsed.to_string() == name).then_some(parsed)
+        (id.name(kind) == name).then_some((id, kind))
     }
 }
 
-impl std::fmt::Display for StagedName {
+/// The name of a save for a user: its step and the ends of its files' names.
+impl std::fmt::Display for SaveId {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let SaveId {
-            run,
-            session,
-            number,
-        } = self.save;
-        write!(f, "{}.", step_name(self.step))?;
-        match self.kind {
-            Kind::File(rank) => write!(f, "rank-{rank:05}")?,
-            Kind::Description => write!(f, "save")?,
-            Kind::Ready => write!(f, "ready")?,
-        }
-        write!(f, ".{run:08x}.{session:016x}.{number}")
+        f.write_str(&self.with(format_args!("*")))
     }
 }
 
@@ -99,23 +97,19 @@ mod tests {
 
     #[test]
     fn names_round_trip() {
+        let id = SaveId {
+            step: 30,
+            run: run_checksum(Some("a")),
+            session: u64::MAX,
+            number: 7,
+        };
         for kind in [
             Kind::File(0),
             Kind::File(123_456),
             Kind::Description,
             Kind::Ready,
         ] {
-            let save = SaveId {
-                run: run_checksum(Some("a")),
-                session: u64::MAX,
-                number: 7,
-            };
-            let name = StagedName {
-                step: 30,
-                kind,
-                save,
-            };
-            assert_eq!(StagedName::parse(&name.to_string()), Some(name));
+            assert_eq!(SaveId::parse(&id.name(kind)), Some((id, kind)));
         }
 
         for other in [
@@ -126,7 +120,7 @@ mod tests {
             "step-30.save.00000000.0123456789abcdef.7",
             "step-00000030.mine.00000000.0123456789abcdef.7",
         ] {
-            assert_eq!(StagedName::parse(other), None, "{other}");
+            assert_eq!(SaveId::parse(other), None, "{other}");
         }
     }
 }

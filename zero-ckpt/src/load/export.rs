@@ -48,42 +48,13 @@ impl Default for ExportOptions {
     }
 }
 
-impl ExportOptions {
-    /// Sets `state`.
-    #[must_use]
-    pub fn state(mut self, state: String) -> Self {
-        self.state = state;
-        self
-    }
-
-    /// Sets `dtype`.
-    #[must_use]
-    pub fn dtype(mut self, dtype: StateDtype) -> Self {
-        self.dtype = dtype;
-        self
-    }
-
-    /// Sets `model_config`.
-    #[must_use]
-    pub fn model_config(mut self, model_config: impl Into<Option<Value>>) -> Self {
-        self.model_config = model_config.into();
-        self
-    }
-
-    /// Sets `model_files`.
-    #[must_use]
-    pub fn model_files(mut self, model_files: impl Into<Option<ModelFiles>>) -> Self {
-        self.model_files = model_files.into();
-        self
-    }
-
-    /// Sets `max_file_bytes`.
-    #[must_use]
-    pub fn max_file_bytes(mut self, max_file_bytes: u64) -> Self {
-        self.max_file_bytes = max_file_bytes;
-        self
-    }
-}
+zero_shard::setters!(ExportOptions {
+    state: String,
+    dtype: StateDtype,
+    model_config: impl Into<Option<Value>>,
+    model_files: impl Into<Option<ModelFiles>>,
+    max_file_bytes: u64,
+});
 
 /// The result of [`Reader::export`].
 #[derive(Clone, Debug, PartialEq, Eq)]

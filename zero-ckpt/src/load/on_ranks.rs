@@ -8,10 +8,10 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::agree::{Answer, follow, pend, unexpected};
-use crate::exchange::{Message, broadcast};
 use crate::format::manifest::{MANIFEST_NAME, hex64};
 use crate::io::dir::Dir;
 use crate::job::{Job, Watch};
+use crate::messages::{Message, broadcast};
 use crate::{CkptError, Exchange, Reader};
 
 /// The checkpoint that a process has opened and checked: a small value to send to others that open

@@ -16,7 +16,7 @@ use crate::load::division::Division;
 use crate::load::document::read_document;
 use crate::load::joined::Joined;
 use crate::load::shard_file::{ShardFile, open_checked};
-use crate::load::staged_hint::staged_hint;
+use crate::save::staged::staged_hint;
 use crate::{CkptError, ModelSpec, StateDtype, TensorParallel};
 
 /// Descriptors of shard files that a reader keeps open at a time; others are opened for each read.

@@ -14,10 +14,10 @@ use crate::agree::{
     Answer, FAILED, PENDING, READY, Record, fail, failed, failed_rank, follow, gather, number,
     pend, ready, record, stall_error,
 };
-use crate::exchange::{Exchange, Message, broadcast};
 use crate::format::blocks::{checksum, shard_pieces};
-use crate::format::staged_name::{Kind, SaveId, StagedName};
+use crate::format::staged_name::{Kind, SaveId};
 use crate::job::{Job, Watch};
+use crate::messages::{Exchange, Message, broadcast};
 use crate::{CkptError, Piece, SaveMeta, StateSpec, Store};
 
 type Staged = Result<StagedFile, CkptError>;
@@ -316,15 +316,10 @@ fn content_checksum(states: &[StateSpec], pieces: &[Piece]) -> u64 {
 /// The record of a rank that has staged `file`.
 fn staged_record(file: &StagedFile) -> Record {
     let content = content_checksum(&file.states, &file.pieces);
-    let SaveId {
-        session,
-        number: number_of_save,
-        ..
-    } = file.save;
     let rest = [
         file.step,
-        session,
-        number_of_save.into(),
+        file.save.session,
+        file.save.number.into(),
         file.bytes,
         file.front_crc64,
         content,
@@ -345,22 +340,16 @@ fn from_record(record: &Record, rank: u64, run: u32) -> Result<(StagedFile, u64)
     })?;
 
     let save = SaveId {
+        step,
         run,
         session,
         number,
     };
 
-    let file = StagedName {
-        step,
-        kind: Kind::File(rank),
-        save,
-    }
-    .to_string();
-
     let file = StagedFile {
         rank,
         step,
-        file,
+        file: save.name(Kind::File(rank)),
         bytes,
         front_crc64,
         states: Vec::new(),
@@ -375,12 +364,13 @@ fn from_record(record: &Record, rank: u64, run: u32) -> Result<(StagedFile, u64)
 mod tests {
     use super::*;
     use crate::StateDtype;
-    use crate::exchange::shorten;
     use crate::format::names::step_name;
+    use crate::messages::shorten;
 
     #[test]
     fn record_round_trips() {
         let save = SaveId {
+            step: u64::MAX,
             run: 9,
             session: 0xdead_beef,
             number: u32::MAX,
@@ -389,12 +379,7 @@ mod tests {
         let staged = StagedFile {
             rank: 3,
             step: u64::MAX,
-            file: StagedName {
-                step: u64::MAX,
-                kind: Kind::File(3),
-                save,
-            }
-            .to_string(),
+            file: save.name(Kind::File(3)),
             bytes: 1,
             front_crc64: 7,
             states: vec![StateSpec {

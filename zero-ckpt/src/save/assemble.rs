@@ -3,19 +3,15 @@
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use zero_shard::Layout;
-
-use super::checked_source::CheckedSource;
-use super::description::Description;
-use super::publish::Place;
 use super::records::{PublishedCheckpoint, StagedFile};
-use super::staged_search::{Described, Found, Key, Location, save_name};
+use super::staged::{Described, Location, StagedList, StagedSave};
 use super::store::encode_header;
+use crate::commands::{commands, with_function};
 use crate::format::blocks::{FileLayout, checksum, shard_pieces};
 use crate::format::manifest::{FileRecord, Manifest};
 use crate::format::names::{backup_of, step_of};
-use crate::format::staged_name::SaveId;
-use crate::io::dir::{Dir, FileId};
+use crate::format::staged_name::{Kind, SaveId};
+use crate::io::dir::FileId;
 use crate::load::shard_file::ShardFile;
 use crate::{CkptError, Reader, Store, StoreOptions};
 
@@ -67,23 +63,19 @@ fn assemble_chosen<P: AsRef<Path>>(
     from: &[P],
     step: Option<u64>,
 ) -> Result<Assembled, CkptError> {
-    let mut found = Found::default();
-    found.search(into)?;
+    let mut list = StagedList::default();
+    list.search(into)?;
     for path in from {
-        found.search(path.as_ref())?;
+        list.search(path.as_ref())?;
     }
 
     let mut reasons = Vec::new();
     let mut complete: Vec<Complete<'_>> = Vec::new();
-    for key in found
-        .saves()
-        .into_iter()
-        .rev()
-        .filter(|key| step.is_none_or(|step| key.0 == step))
-    {
-        match complete_save(&found, key) {
+    let chosen = list.saves.iter().rev();
+    for (id, save) in chosen.filter(|(id, _)| step.is_none_or(|step| id.step == step)) {
+        match Complete::check(&list, *id, save) {
             Ok(save) => complete.push(save),
-            Err(defects) => reasons.push(format!("{}: {}", save_name(key), defects.join(", "))),
+            Err(defects) => reasons.push(format!("{id}: {}", defects.join(", "))),
         }
     }
 
@@ -96,7 +88,7 @@ fn assemble_chosen<P: AsRef<Path>>(
         return Err(CkptError::NotAssembled { reasons });
     };
     let newer = if step.is_none() {
-        found.published_after(&save.described)
+        list.published_after(&save.described)
     } else {
         None
     };
@@ -144,19 +136,16 @@ fn take_newest<'a>(
         return None;
     }
     let is_last = |save: &Complete<'_>| {
-        let others = complete
-            .iter()
-            .filter(|other| other.described.key != save.described.key);
-        others
-            .into_iter()
-            .all(|other| other.described.is_before(&save.described))
+        let mut others = complete.iter().map(|other| &other.described);
+        let last = &save.described;
+        others.all(|other| other.id == last.id || other.is_before(last))
     };
 
     let last = complete
         .iter()
         .position(is_last)
         .map(|index| complete.remove(index));
-    let names = complete.iter().map(|save| save_name(save.described.key));
+    let names = complete.iter().map(|save| save.described.id.to_string());
 
     if last.is_some() {
         reasons.extend(names.map(|name| format!("{name}: complete, but staged before")));
@@ -164,7 +153,8 @@ fn take_newest<'a>(
         let names: Vec<_> = names.collect();
         reasons.push(format!(
             "several saves are complete, and which one was staged last is not known; name a step \
-             (`zero ckpt assemble --step`), or move the others away: {}",
+             ({}), or move the others away: {}",
+            commands().assemble_step,
             names.join(", ")
         ));
     }
@@ -172,146 +162,150 @@ fn take_newest<'a>(
     last
 }
 
-/// Checks every byte of a save; returns what is missing, damaged or ambiguous.
-fn complete_save(found: &Found, key: Key) -> Result<Complete<'_>, Vec<String>> {
-    let described = found.described(key)?;
-    let mut whole = Whole {
-        dirs: &found.dirs,
-        description: &described.description,
-        probe: described.description.manifest.clone(),
-        layout: &described.layout,
-        save: key.1,
-    };
-
-    let mut files = Vec::new();
-    let mut defects = Vec::new();
-    for (rank, locations) in described.files.range(0..described.layout.world_size()) {
-        match whole.find(*rank, locations) {
-            Ok(file) => files.push(file),
-            Err(error) => defects.push(error),
-        }
-    }
-
-    if !defects.is_empty() {
-        return Err(defects);
-    }
-    let (staged, sources) = files.into_iter().unzip();
-    Ok(Complete {
-        described,
-        staged,
-        sources,
-    })
+/// A save of which all files are whole.
+struct Complete<'a> {
+    list: &'a StagedList,
+    described: Described<'a>,
+    /// The file of each rank.
+    files: Vec<WholeFile>,
 }
 
-/// Finds the whole files of a save.
-struct Whole<'f, 'd> {
-    dirs: &'f [Dir],
-    description: &'d Description,
-    /// The manifest of the save, with one file at a time.
-    probe: Manifest,
-    layout: &'d Layout,
-    save: SaveId,
+/// A staged file of which every byte was checked, and the directory that holds it.
+struct WholeFile {
+    dir: usize,
+    id: FileId,
+    staged: StagedFile,
 }
 
-impl<'f> Whole<'f, '_> {
-    /// The whole one among copies of a rank's file. Copies that differ are an error.
-    fn find(
-        &mut self,
-        rank: u64,
-        locations: &[Location],
-    ) -> Result<(StagedFile, CheckedSource<'f>), String> {
-        let mut whole: Option<(StagedFile, CheckedSource<'f>)> = None;
-        let mut defect = None;
-        for Location { dir, name } in locations {
-            let dir = &self.dirs[*dir];
-            match self.read(dir, name, rank) {
-                Ok((file, id)) => match &whole {
-                    Some((other, _)) if other.front_crc64 != file.front_crc64 => {
-                        let path = dir.path().join(name);
-                        return Err(format!(
-                            "{} is another file of rank {rank}; move one away",
-                            path.display()
-                        ));
-                    }
-                    Some(_) => {}
-                    None => {
-                        whole = Some((
-                            file,
-                            CheckedSource {
-                                dir,
-                                name: name.clone(),
-                                id,
-                            },
-                        ))
-                    }
-                },
-                Err(error) => defect = defect.or(Some(describe(&error))),
+impl<'a> Complete<'a> {
+    /// Checks every byte of a save; returns what is missing, damaged or ambiguous.
+    fn check(list: &'a StagedList, id: SaveId, save: &'a StagedSave) -> Result<Self, Vec<String>> {
+        let described = list
+            .described(id, save)
+            .map_err(|defects| defects.reasons)?;
+        let mut probe = described.description.manifest.clone();
+        let mut files = Vec::new();
+        let mut defects = Vec::new();
+        for (rank, locations) in described.files.range(0..described.layout.world_size()) {
+            match whole_file(list, &described, &mut probe, (*rank, locations)) {
+                Ok(file) => files.push(file),
+                Err(error) => defects.push(error),
             }
         }
 
-        whole.ok_or_else(|| defect.unwrap_or_default())
-    }
-
-    /// Reads and checks every byte of a staged file: its header is the one that the rank writes,
-    /// the blocks match the checksums behind it, and rank 0's file is the one that the description
-    /// was written for.
-    fn read(
-        &mut self,
-        dir: &Dir,
-        name: &str,
-        rank: u64,
-    ) -> Result<(StagedFile, FileId), CkptError> {
-        let path = dir.path().join(name);
-        let probe = &mut self.probe;
-        let bad = |why: &str| CkptError::BadSafetensors {
-            path: path.clone(),
-            why: why.into(),
-        };
-
-        let pieces = shard_pieces(self.layout, rank)?;
-        let file_layout = FileLayout::new(&probe.states, pieces.clone())
-            .ok_or_else(|| bad("sizes exceed 64 bits"))?;
-        let header = encode_header(self.layout, (rank, probe.step), &probe.states, &file_layout)?;
-        let front_bytes = header.len() as u64 + file_layout.table_bytes();
-        let bytes = front_bytes + file_layout.state_bytes();
-
-        let (file, got_bytes) = dir.open_file(name, false)?;
-        if got_bytes != bytes {
-            return Err(CkptError::WrongLength {
-                path,
-                expected_bytes: bytes,
-                got_bytes,
-            });
+        if !defects.is_empty() {
+            return Err(defects);
         }
-
-        let id = FileId::of(&file).map_err(CkptError::io("examine", &path))?;
-        let mut front = vec![0; front_bytes as usize];
-        file.read_exact_at(&mut front, 0)
-            .map_err(CkptError::io("read", &path))?;
-        let described = (rank == 0).then_some(self.description.front_crc64);
-        let front_crc64 = check_front(&front, &header, described).map_err(bad)?;
-
-        probe.files = vec![FileRecord {
-            name: name.to_owned(),
-            bytes,
-            front_crc64,
-            pieces: pieces.clone(),
-        }];
-        ShardFile::open(dir, probe, 0)?.verify(dir)?;
-
-        let staged = StagedFile {
-            rank,
-            step: probe.step,
-            file: name.to_owned(),
-            bytes,
-            front_crc64,
-            states: probe.states.clone(),
-            pieces,
-            save: self.save,
-        };
-
-        Ok((staged, id))
+        Ok(Self {
+            list,
+            described,
+            files,
+        })
     }
+}
+
+/// The whole one among copies of a rank's file. Copies that differ are an error. `probe` is the
+/// manifest of the save, with one file at a time.
+fn whole_file(
+    list: &StagedList,
+    save: &Described<'_>,
+    probe: &mut Manifest,
+    (rank, locations): (u64, &[Location]),
+) -> Result<WholeFile, String> {
+    let mut whole: Option<WholeFile> = None;
+    let mut defect = None;
+    for location in locations {
+        let file = match read_whole(list, save, probe, (rank, location)) {
+            Ok(file) => file,
+            Err(error) => {
+                defect = defect.or(Some(describe(&error)));
+                continue;
+            }
+        };
+        match &whole {
+            Some(other) if other.staged.front_crc64 != file.staged.front_crc64 => {
+                let path = list.dirs[location.dir].path().join(&location.name);
+                return Err(format!(
+                    "{} is another file of rank {rank}; move one away",
+                    path.display()
+                ));
+            }
+            Some(_) => {}
+            None => whole = Some(file),
+        }
+    }
+    whole.ok_or_else(|| defect.unwrap_or_default())
+}
+
+/// Reads and checks every byte of a staged file: its header is the one that the rank writes, the
+/// blocks match the checksums behind it, and rank 0's file is the one that the description was
+/// written for.
+fn read_whole(
+    list: &StagedList,
+    save: &Described<'_>,
+    probe: &mut Manifest,
+    (rank, location): (u64, &Location),
+) -> Result<WholeFile, CkptError> {
+    let Location { dir: index, name } = location;
+    let dir = &list.dirs[*index];
+    let path = dir.path().join(name);
+    let bad = |why: &str| CkptError::BadSafetensors {
+        path: path.clone(),
+        why: why.into(),
+    };
+
+    let pieces = shard_pieces(&save.layout, rank)?;
+    let file_layout = FileLayout::new(&probe.states, pieces.clone())
+        .ok_or_else(|| bad("sizes exceed 64 bits"))?;
+    let header = encode_header(
+        &save.layout,
+        (rank, probe.step),
+        &probe.states,
+        &file_layout,
+    )?;
+    let front_bytes = header.len() as u64 + file_layout.table_bytes();
+    let bytes = front_bytes + file_layout.state_bytes();
+
+    let (file, got_bytes) = dir.open_file(name, false)?;
+    if got_bytes != bytes {
+        return Err(CkptError::WrongLength {
+            path,
+            expected_bytes: bytes,
+            got_bytes,
+        });
+    }
+
+    let id = FileId::of(&file).map_err(CkptError::io("examine", &path))?;
+    let mut front = vec![0; front_bytes as usize];
+    file.read_exact_at(&mut front, 0)
+        .map_err(CkptError::io("read", &path))?;
+    let described = (rank == 0).then_some(save.description.front_crc64);
+    let front_crc64 = check_front(&front, &header, described).map_err(bad)?;
+
+    probe.files = vec![FileRecord {
+        name: name.to_owned(),
+        bytes,
+        front_crc64,
+        pieces: pieces.clone(),
+    }];
+    ShardFile::open(dir, probe, 0)?.verify(dir)?;
+
+    let staged = StagedFile {
+        rank,
+        step: probe.step,
+        file: name.to_owned(),
+        bytes,
+        front_crc64,
+        states: probe.states.clone(),
+        pieces,
+        save: save.id,
+    };
+
+    Ok(WholeFile {
+        dir: *index,
+        id,
+        staged,
+    })
 }
 
 /// Checks the first bytes of a staged file and returns their checksum; `described` is the one in the
@@ -334,8 +328,7 @@ fn check_front(front: &[u8], header: &[u8], described: Option<u64>) -> Result<u6
 /// The text of an error; of a file that has disappeared since its name was read, with the likely
 /// reason.
 fn describe(error: &CkptError) -> String {
-    let is_missing = matches!(error, CkptError::Io { error, .. } if error.kind() == std::io::ErrorKind::NotFound);
-    let hint = if is_missing {
+    let hint = if error.is_missing() {
         "; a run may be saving there right now: wait for its end"
     } else {
         ""
@@ -343,25 +336,13 @@ fn describe(error: &CkptError) -> String {
     format!("{error}{hint}")
 }
 
-/// A save of which all files are whole.
-struct Complete<'a> {
-    described: Described,
-    /// The file of each rank.
-    staged: Vec<StagedFile>,
-    sources: Vec<CheckedSource<'a>>,
-}
-
 impl Complete<'_> {
     /// Publishes the checkpoint in `into`. Refuses if a checkpoint there is of the same or a later
     /// step, or if there is a checkpoint `newer` than the save.
     fn publish(self, into: &Path, newer: Option<&Path>) -> Result<PublishedCheckpoint, CkptError> {
-        let Self {
-            described: Described {
-                key, description, ..
-            },
-            staged,
-            sources,
-        } = self;
+        let Described {
+            id, description, ..
+        } = self.described;
 
         let mut options = StoreOptions::default().resumed_runs(description.resumed_runs.clone());
         options.run = description.manifest.run.clone();
@@ -369,42 +350,58 @@ impl Complete<'_> {
         store.check_runs()?;
 
         let refused = |why: String| CkptError::NotAssembled {
-            reasons: vec![format!("{} {why}", save_name(key))],
+            reasons: vec![format!("{id} {why}")],
         };
-        let step = key.0;
-        let published: Vec<String> = store
-            .published()
-            .iter()
-            .map(|entry| entry.name.clone())
-            .collect();
-        let latest = published
-            .into_iter()
-            .max_by_key(|name| published_step(name));
+        let published = store.published();
+        let names = published.iter().map(|entry| entry.name.clone());
+        let latest = names.max_by_key(|name| published_step(name));
+        drop(published);
 
-        if let Some(latest) = latest.filter(|name| published_step(name) >= Some(step)) {
+        if let Some(latest) = latest.filter(|name| published_step(name) >= Some(id.step)) {
             let into = into.display();
             return Err(refused(format!(
                 "is complete, but {into} has {latest}, of the same or a later step; name a new folder first: \
-                 `zero ckpt assemble NEW {into}`"
+                 `{} NEW {into}`",
+                commands().assemble
             )));
         }
 
         if let Some(newer) = newer {
             return Err(refused(format!(
-                "is complete, but {} was published after it was staged; to take it all the same, name its step: \
-                 `zero ckpt assemble --step {step}` (zero_ckpt::assemble_step)",
-                newer.display()
+                "is complete, but {} was published after it was staged; to take it all the same, name its step: {}",
+                newer.display(),
+                with_function(
+                    &format!("{} {}", commands().assemble_step, id.step),
+                    "zero_ckpt::assemble_step"
+                )
             )));
         }
 
+        // Under names of its own, from which the publication moves them.
+        let own = store.save_id(id.step, 0);
+        let link = |whole: WholeFile| {
+            let dir = &self.list.dirs[whole.dir];
+            let file = own.name(Kind::File(whole.staged.rank));
+            dir.link_or_copy(&whole.staged.file, &whole.id, &store.staging, &file)?;
+            Ok(StagedFile {
+                file,
+                save: own,
+                ..whole.staged
+            })
+        };
+        let ranks = self.files.len() as u64;
+        let linked: Result<Vec<_>, _> = self.files.into_iter().map(link).collect();
         let documents = description.documents();
-        store.publish_manifest(
-            description.manifest,
-            &staged,
-            &documents,
-            description.best,
-            Place::Copy(&sources),
-        )
+        let published = linked.and_then(|staged| {
+            store.publish_manifest(description.manifest, &staged, &documents, description.best)
+        });
+
+        if published.is_err() {
+            for rank in 0..ranks {
+                let _ = store.staging.remove_file(&own.name(Kind::File(rank)));
+            }
+        }
+        published
     }
 }
 

@@ -15,7 +15,7 @@ use crate::format::blocks::checksum;
 use crate::format::manifest::{
     DocumentRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, check_size, hex64,
 };
-use crate::format::staged_name::{Kind, StagedName};
+use crate::format::staged_name::{Kind, SaveId};
 use crate::io::dir::Dir;
 use crate::{CkptError, SaveMeta, Store};
 
@@ -191,9 +191,7 @@ impl Store {
             .collect();
         let resumed_runs = self.options.resumed_runs.clone();
         let mut staged = self.staging.names()?;
-        staged.retain(|name| {
-            StagedName::parse(name).is_some_and(|name| name.kind == Kind::Description)
-        });
+        staged.retain(|name| matches!(SaveId::parse(name), Some((_, Kind::Description))));
 
         let description = Description {
             manifest,
@@ -205,14 +203,8 @@ impl Store {
             staged,
         };
 
-        let name = StagedName {
-            step: file.step,
-            kind: Kind::Description,
-            save: file.save,
-        };
-
-        self.staging
-            .write_new(&name.to_string(), &description.encode()?)
+        let name = file.save.name(Kind::Description);
+        self.staging.write_new(&name, &description.encode()?)
     }
 }
 
@@ -242,12 +234,7 @@ mod tests {
         let file = store
             .describe(&meta, &layout, store.stage(7, &shard))
             .unwrap();
-        let name = StagedName {
-            step: 7,
-            kind: Kind::Description,
-            save: file.save,
-        }
-        .to_string();
+        let name = file.save.name(Kind::Description);
         let mut description = Description::read(&store.staging, &name, 7).unwrap();
         change(&mut description);
         store.staging.remove_file(&name).unwrap();

@@ -5,16 +5,17 @@
 //! its own run and of the runs that it resumed, because their bytes may be what the next save
 //! lacks. Those of other runs stay and are named.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::description::Description;
-use super::meta::shard_name;
 use super::records::StagedFile;
-use crate::format::names::{STAGING, backup_of, step_name};
-use crate::format::staged_name::{Kind, SaveId, StagedName};
+use super::staged::{StagedList, StagedSave};
+use crate::commands::commands;
+use crate::format::names::{STAGING, step_name};
+use crate::format::staged_name::Kind;
 use crate::io::dir::Dir;
 use crate::{CkptError, Store};
 
@@ -37,17 +38,17 @@ impl fmt::Display for StagedSaves {
 }
 
 impl StagedSaves {
-    fn none(staging: &Dir) -> Self {
+    fn none(path: &Path) -> Self {
         Self {
-            path: staging.path().to_owned(),
+            path: path.to_owned(),
             saves: 0,
             bytes: 0,
         }
     }
 
-    fn add(&mut self, save: &StagedSave, staging: &Dir) {
+    fn add(&mut self, list: &StagedList, save: &StagedSave) {
         self.saves += 1;
-        self.bytes += save.bytes(staging);
+        self.bytes += list.bytes(save);
     }
 
     fn text(&self, which: &str) -> String {
@@ -68,17 +69,12 @@ impl StagedSaves {
 /// The directory cannot be opened or listed.
 pub fn staged_saves(path: impl AsRef<Path>) -> Result<StagedSaves, CkptError> {
     let dir = Dir::open(path.as_ref())?;
-    if !dir.has(STAGING) {
-        return Ok(StagedSaves {
-            path: dir.path().join(STAGING),
-            saves: 0,
-            bytes: 0,
-        });
-    }
-    let staging = dir.open_dir(STAGING)?;
-    let mut found = StagedSaves::none(&staging);
-    for save in Leftovers::find(&staging)?.saves.values() {
-        found.add(save, &staging);
+    let mut found = StagedSaves::none(&dir.path().join(STAGING));
+    if dir.has(STAGING) {
+        let list = StagedList::of(Arc::new(dir.open_dir(STAGING)?))?;
+        for save in list.saves.values() {
+            found.add(&list, save);
+        }
     }
     Ok(found)
 }
@@ -98,102 +94,42 @@ impl fmt::Display for Size {
     }
 }
 
-/// The entries of a staging directory by save.
-struct Leftovers {
-    saves: BTreeMap<(u64, SaveId), StagedSave>,
-    /// Removed checkpoints whose deletion did not end.
-    removed: Vec<String>,
-}
-
-#[derive(Default)]
-struct StagedSave {
-    names: Vec<String>,
-    ranks: BTreeSet<u64>,
-    description: Option<String>,
-    /// The directory into which rank 0 moves the files.
-    ready: Option<String>,
-}
-
-impl Leftovers {
-    fn find(staging: &Dir) -> Result<Self, CkptError> {
-        let mut saves: BTreeMap<(u64, SaveId), StagedSave> = BTreeMap::new();
-        let mut removed = Vec::new();
-        for name in staging.names()? {
-            let Some(StagedName { step, kind, save }) = StagedName::parse(&name) else {
-                removed.extend(backup_of(&name).is_some().then_some(name));
-                continue;
-            };
-            let entry = saves.entry((step, save)).or_default();
-            match kind {
-                Kind::File(rank) => drop(entry.ranks.insert(rank)),
-                Kind::Description => entry.description = Some(name.clone()),
-                Kind::Ready => entry.ready = Some(name.clone()),
-            }
-            entry.names.push(name);
-        }
-        Ok(Self { saves, removed })
-    }
-}
-
-impl StagedSave {
-    /// Whether a file is known to be missing. Not if a directory or the description cannot be read.
-    fn is_incomplete(&self, staging: &Dir, step: u64) -> bool {
-        let ready = match self.ready.as_deref().map(|name| staging.open_dir(name)) {
-            Some(Err(_)) => return false,
-            Some(Ok(ready)) => Some(ready),
-            None => None,
-        };
-        let Some(description) = &self.description else {
-            return true;
-        };
-        let Ok(description) = Description::read(staging, description, step) else {
-            return false;
-        };
-
-        // Not the checkpoint that the save has replaced by an exchange.
-        let own = ready.filter(|ready| !description.is_replaced(ready));
-        let is_moved = |name: &str| own.as_ref().is_some_and(|ready| ready.has(name));
-        let ranks = description.manifest.layout.world_size;
-        (0..ranks).any(|rank| !self.ranks.contains(&rank) && !is_moved(&shard_name(rank, ranks)))
-    }
-
-    fn bytes(&self, staging: &Dir) -> u64 {
-        self.names.iter().map(|name| staging.bytes_of(name)).sum()
-    }
-}
-
 impl Store {
     /// Removes the incomplete saves of this run and of those that it resumed, on a thread, and adds
     /// notices of the others. Call it on rank 0 once all ranks see this directory, and before any
     /// save.
     pub(crate) fn remove_incomplete_saves(&self) {
-        let found = match Leftovers::find(&self.staging) {
-            Ok(found) => found,
+        let list = match StagedList::of(Arc::clone(&self.staging)) {
+            Ok(list) => list,
             Err(error) => return self.removals.notice(error.to_string()),
         };
 
-        let mut due = found.removed;
-        let mut complete = StagedSaves::none(&self.staging);
+        let mut due = list.removed.clone();
+        let mut complete = StagedSaves::none(self.staging.path());
         let mut steps = BTreeSet::new();
-        let mut others = StagedSaves::none(&self.staging);
+        let mut others = StagedSaves::none(self.staging.path());
 
-        for ((step, save), leftover) in found.saves {
+        for (id, save) in &list.saves {
             self.progress.fetch_add(1, Ordering::Relaxed);
-            if !self.owns_checksum(save.run) {
-                others.add(&leftover, &self.staging);
-            } else if leftover.is_incomplete(&self.staging, step) {
-                due.extend(leftover.names);
+            let is_incomplete = || {
+                let described = list.described(*id, save);
+                described.is_err_and(|defects| defects.is_incomplete)
+            };
+            if !self.owns_checksum(id.run) {
+                others.add(&list, save);
+            } else if is_incomplete() {
+                due.extend(save.entries.iter().map(|entry| entry.name.clone()));
             } else {
-                complete.add(&leftover, &self.staging);
-                steps.insert(step_name(step));
+                complete.add(&list, save);
+                steps.insert(step_name(id.step));
             }
         }
 
         if let Some(last) = steps.last() {
             self.removals.notice(format!(
-                "{}, the last of {last}; `zero ckpt assemble` makes a checkpoint of them, and the next save of this or a later \
-                 step removes them",
-                complete.text("of this run that failed")
+                "{}, the last of {last}; `{}` makes a checkpoint of them, and the next save of this or a later step removes them",
+                complete.text("of this run that failed"),
+                commands().assemble
             ));
         }
 
@@ -218,13 +154,9 @@ impl Store {
 
     /// Removes the files of this rank of a save that can never be whole.
     pub(crate) fn discard(&self, file: &StagedFile) {
-        let description = StagedName {
-            step: file.step,
-            kind: Kind::Description,
-            save: file.save,
-        };
         if self.rank() == 0 {
-            let _ = self.staging.remove_file(&description.to_string());
+            let description = file.save.name(Kind::Description);
+            let _ = self.staging.remove_file(&description);
         }
         let _ = self.staging.remove_file(&file.file);
     }

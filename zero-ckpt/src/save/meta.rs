@@ -56,63 +56,16 @@ impl Default for SaveMeta {
     }
 }
 
-impl SaveMeta {
-    /// Sets `step`.
-    #[must_use]
-    pub fn step(mut self, step: u64) -> Self {
-        self.step = step;
-        self
-    }
-
-    /// Sets `stage`.
-    #[must_use]
-    pub fn stage(mut self, stage: ZeroStage) -> Self {
-        self.stage = stage;
-        self
-    }
-
-    /// Sets `dtype`.
-    #[must_use]
-    pub fn dtype(mut self, dtype: StateDtype) -> Self {
-        self.dtype = dtype;
-        self
-    }
-
-    /// Sets `trainer`.
-    #[must_use]
-    pub fn trainer(mut self, trainer: Value) -> Self {
-        self.trainer = trainer;
-        self
-    }
-
-    /// Sets `model_config`.
-    #[must_use]
-    pub fn model_config(mut self, model_config: Value) -> Self {
-        self.model_config = model_config;
-        self
-    }
-
-    /// Sets `documents`.
-    #[must_use]
-    pub fn documents(mut self, documents: BTreeMap<String, Value>) -> Self {
-        self.documents = documents;
-        self
-    }
-
-    /// Sets `best`.
-    #[must_use]
-    pub fn best(mut self, best: Option<u64>) -> Self {
-        self.best = best;
-        self
-    }
-
-    /// Sets `superseded`.
-    #[must_use]
-    pub fn superseded(mut self, superseded: Option<u64>) -> Self {
-        self.superseded = superseded;
-        self
-    }
-}
+zero_shard::setters!(SaveMeta {
+    step: u64,
+    stage: ZeroStage,
+    dtype: StateDtype,
+    trainer: Value,
+    model_config: Value,
+    documents: BTreeMap<String, Value>,
+    best: Option<u64>,
+    superseded: Option<u64>,
+});
 
 /// Encodes the documents of a checkpoint, the list of `model_files` among them; pairs of name and
 /// content.

@@ -3,7 +3,6 @@
 pub(crate) mod agreement;
 pub(crate) mod assemble;
 pub(crate) mod background;
-pub(crate) mod checked_source;
 pub(crate) mod description;
 pub(crate) mod import;
 pub(crate) mod leftovers;
@@ -14,7 +13,7 @@ pub(crate) mod removals;
 pub(crate) mod replace;
 pub(crate) mod shard_data;
 pub(crate) mod shared;
-pub(crate) mod staged_search;
+pub(crate) mod staged;
 pub(crate) mod store;
 mod streamed;
 pub(crate) mod sweep;

@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering;
 
 use zero_shard::Layout;
 
-use super::checked_source::CheckedSource;
 use super::meta::{SaveMeta, encode_documents, manifest_without_files, with_files};
 use super::records::{Publication, PublishedCheckpoint, StagedFile};
 use super::replace;
@@ -14,7 +13,7 @@ use super::store::{SavePoint, Store};
 use crate::CkptError;
 use crate::format::manifest::{MANIFEST_NAME, Manifest};
 use crate::format::names::{BEST, LATEST, backup_of, random, step_name};
-use crate::format::staged_name::{Kind, SaveId, StagedName};
+use crate::format::staged_name::Kind;
 use crate::format::tensor_parallel::TENSOR_PARALLEL_JSON;
 use crate::io::dir::Dir;
 use crate::load::catalog::{self, Entry, pointer_line};
@@ -30,14 +29,6 @@ fn is_of_nobody(error: &CkptError) -> bool {
         CkptError::UnsupportedVersion { .. } => false,
         _ => true,
     }
-}
-
-/// How staged files get into a checkpoint.
-pub(crate) enum Place<'a> {
-    /// By a rename in the staging directory.
-    Move,
-    /// By a link or copy of the file of each rank, which stays.
-    Copy(&'a [CheckedSource<'a>]),
 }
 
 impl Store {
@@ -80,8 +71,7 @@ impl Store {
             self.progress.fetch_add(1, Ordering::Relaxed);
         }
 
-        let checkpoint =
-            self.publish_manifest(manifest, &staged, &documents, meta.best, Place::Move)?;
+        let checkpoint = self.publish_manifest(manifest, &staged, &documents, meta.best)?;
         let superseded = meta.superseded.map(step_name);
         let numbers: BTreeMap<u64, u32> = staged
             .iter()
@@ -102,7 +92,6 @@ impl Store {
         staged: &[StagedFile],
         documents: &[(String, Vec<u8>)],
         best: Option<u64>,
-        place: Place<'_>,
     ) -> Result<PublishedCheckpoint, CkptError> {
         if let Some(moved) = self.dir.moved() {
             return Err(moved);
@@ -119,7 +108,7 @@ impl Store {
         let path = self.dir.path().join(&name);
         self.check_replaced(&name, &published)?;
         let manifest = with_files(manifest, staged, &path)?;
-        self.rename_into_place(&manifest, staged, documents, &place)?;
+        self.rename_into_place(&manifest, staged, documents)?;
 
         // The checkpoint is complete and has its final name: later errors do not undo it.
         let bytes = manifest.files.iter().map(|f| f.bytes).sum();
@@ -155,37 +144,21 @@ impl Store {
         manifest: &Manifest,
         staged: &[StagedFile],
         documents: &[(String, Vec<u8>)],
-        place: &Place<'_>,
     ) -> Result<(), CkptError> {
         let encoded = manifest.encode()?;
         let name = step_name(manifest.step);
-        let own = SaveId {
-            run: self.run_checksum(),
-            session: self.session,
-            number: 0,
-        };
-
-        let save = match place {
-            Place::Move => staged.first().map_or(own, |file| file.save),
-            // The directory of the staged files' own save may exist, and hold them.
-            Place::Copy(_) => own,
-        };
-
-        let ready_name = StagedName {
-            step: manifest.step,
-            kind: Kind::Ready,
-            save,
-        }
-        .to_string();
+        let own = self.save_id(manifest.step, 0);
+        let save = staged.first().map_or(own, |file| file.save);
+        let ready_name = save.name(Kind::Ready);
         let ready = self.staging.create_dir(&ready_name)?;
         self.at(SavePoint::DirCreated);
         let backed_up = || self.at(SavePoint::BackedUp);
 
-        self.assemble(&ready, staged, documents, (manifest, &encoded), place)
+        self.collect(&ready, staged, documents, (manifest, &encoded))
             .and_then(|()| {
                 replace::replace(&self.staging, &ready_name, &self.dir, &name, backed_up)
             })
-            .inspect_err(|_| self.put_back(&ready, &ready_name, staged, manifest, place))
+            .inspect_err(|_| self.put_back(&ready, &ready_name, staged, manifest))
     }
 
     /// Checks that the checkpoint `name`, which a publication replaces, is not of another run.
@@ -241,27 +214,13 @@ impl Store {
 
     /// Moves the files of a checkpoint that could not be published back to their staged names, and
     /// removes what was written with them. Keeps what cannot be moved.
-    fn put_back(
-        &self,
-        ready: &Dir,
-        ready_name: &str,
-        staged: &[StagedFile],
-        manifest: &Manifest,
-        place: &Place<'_>,
-    ) {
+    fn put_back(&self, ready: &Dir, ready_name: &str, staged: &[StagedFile], manifest: &Manifest) {
         for (staged, file) in staged.iter().zip(&manifest.files) {
-            let _ = match place {
-                Place::Move => ready.rename(&file.name, &self.staging, &staged.file),
-                Place::Copy(_) => ready.remove_file(&file.name),
-            };
+            let _ = ready.rename(&file.name, &self.staging, &staged.file);
         }
-        for document in manifest
-            .documents
-            .iter()
-            .map(|document| document.name.as_str())
-            .chain([MANIFEST_NAME])
-        {
-            let _ = ready.remove_file(document);
+        let documents = manifest.documents.iter().map(|document| &*document.name);
+        for written in documents.chain([MANIFEST_NAME]) {
+            let _ = ready.remove_file(written);
         }
         let _ = self.staging.remove_empty_dir(ready_name);
     }
@@ -269,12 +228,7 @@ impl Store {
     /// The place in which a failed save has left the staged file of this rank: the file, or the
     /// directory that rank 0 has moved it into. `None` once the checkpoint has its final name.
     pub(crate) fn kept(&self, staged: &StagedFile) -> Option<PathBuf> {
-        let ready = StagedName {
-            step: staged.step,
-            kind: Kind::Ready,
-            save: staged.save,
-        }
-        .to_string();
+        let ready = staged.save.name(Kind::Ready);
         let name = [&staged.file, &ready]
             .into_iter()
             .find(|name| self.staging.has(name))?;
@@ -297,19 +251,16 @@ impl Store {
         }
     }
 
-    fn assemble(
+    /// Moves the staged files into `ready`, and writes the documents and the manifest there.
+    fn collect(
         &self,
         ready: &Dir,
         staged: &[StagedFile],
         documents: &[(String, Vec<u8>)],
         (manifest, encoded): (&Manifest, &[u8]),
-        place: &Place<'_>,
     ) -> Result<(), CkptError> {
-        for (rank, (staged, file)) in staged.iter().zip(&manifest.files).enumerate() {
-            match place {
-                Place::Move => self.staging.rename(&staged.file, ready, &file.name)?,
-                Place::Copy(sources) => sources[rank].link_or_copy(ready, &file.name)?,
-            }
+        for (staged, file) in staged.iter().zip(&manifest.files) {
+            self.staging.rename(&staged.file, ready, &file.name)?;
             self.progress.fetch_add(1, Ordering::Relaxed);
         }
         self.at(SavePoint::FilesMoved);

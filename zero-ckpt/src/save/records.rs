@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::exchange::MESSAGE_BYTES;
 use crate::format::staged_name::SaveId;
+use crate::messages::MESSAGE_BYTES;
 use crate::{Piece, StateSpec};
 
 /// A part of the staging buffer, or of the buffer of

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::CkptError;
-use crate::format::staged_name::{Kind, StagedName};
+use crate::format::staged_name::{Kind, SaveId};
 use crate::job::Job;
 
 /// Entries of the staging directory to delete, shared with the thread that deletes them.
@@ -61,7 +61,7 @@ impl Removals {
             let names = std::mem::take(&mut self.lock().names);
             for name in in_order(names) {
                 if let Err(error) = remove(&name)
-                    && !is_missing(&error)
+                    && !error.is_missing()
                 {
                     self.notice(error.to_string());
                 }
@@ -81,14 +81,10 @@ impl Removals {
 /// that it is not taken for a damaged one, and the next opening removes the rest.
 fn in_order(names: BTreeSet<String>) -> Vec<String> {
     let is_description =
-        |name: &String| StagedName::parse(name).is_some_and(|name| name.kind == Kind::Description);
+        |name: &String| matches!(SaveId::parse(name), Some((_, Kind::Description)));
     let (mut first, others): (Vec<_>, Vec<_>) = names.into_iter().partition(is_description);
     first.extend(others);
     first
-}
-
-fn is_missing(error: &CkptError) -> bool {
-    matches!(error, CkptError::Io { error, .. } if error.kind() == std::io::ErrorKind::NotFound)
 }
 
 #[cfg(test)]

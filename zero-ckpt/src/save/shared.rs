@@ -19,9 +19,9 @@ use crate::agree::{
     Answer, FAILED, PENDING, READY, fail, failed, follow, gather, number, pend, ready, record,
     stall_error, unexpected,
 };
-use crate::exchange::{Message, broadcast, shorten};
 use crate::format::names::random;
 use crate::job::{Job, Watch};
+use crate::messages::{Message, broadcast, shorten};
 use crate::{CkptError, Exchange, Store, StoreOptions};
 
 /// Prefix of the file that rank 0 writes for the others to see.

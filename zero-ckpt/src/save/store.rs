@@ -39,7 +39,7 @@ use crate::format::blocks::{FileLayout, checksum, file_order, shard_pieces};
 use crate::format::header::MAX_HEADER_BYTES;
 use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, check_size};
 use crate::format::names::{STAGING, random, random_number};
-use crate::format::staged_name::{Kind, SaveId, StagedName, run_checksum};
+use crate::format::staged_name::{Kind, SaveId, run_checksum};
 use crate::io::dir::{Dir, is_plain};
 use crate::io::lock::Lock;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
@@ -129,31 +129,10 @@ impl Default for StoreOptions {
 }
 
 impl StoreOptions {
-    /// Sets `keep_last`.
-    #[must_use]
-    pub fn keep_last(mut self, keep_last: impl Into<Option<usize>>) -> Self {
-        self.keep_last = keep_last.into();
-        self
-    }
-
     /// Sets `run`.
     #[must_use]
     pub fn run(mut self, run: impl Into<String>) -> Self {
         self.run = Some(run.into());
-        self
-    }
-
-    /// Sets `resumed_runs`.
-    #[must_use]
-    pub fn resumed_runs(mut self, resumed_runs: Vec<String>) -> Self {
-        self.resumed_runs = resumed_runs;
-        self
-    }
-
-    /// Sets `stall_limit`.
-    #[must_use]
-    pub fn stall_limit(mut self, stall_limit: Duration) -> Self {
-        self.stall_limit = stall_limit;
         self
     }
 
@@ -175,9 +154,7 @@ impl StoreOptions {
     pub fn check_runs(&self, path: impl AsRef<Path>) -> Result<(), CkptError> {
         match Dir::open(path.as_ref()) {
             Ok(dir) => self.check_runs_in(&dir),
-            Err(CkptError::Io { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => {
-                Ok(())
-            }
+            Err(error) if error.is_missing() => Ok(()),
             Err(e) => Err(e),
         }
     }
@@ -237,6 +214,12 @@ impl StoreOptions {
                 .any(|resumed| resumed == run.unwrap_or_default())
     }
 }
+
+zero_shard::setters!(StoreOptions {
+    keep_last: impl Into<Option<usize>>,
+    resumed_runs: Vec<String>,
+    stall_limit: Duration,
+});
 
 pub(crate) type Observer = Arc<dyn Fn(SavePoint) + Send + Sync>;
 
@@ -491,18 +474,8 @@ impl Store {
         let front_bytes = header.len() as u64 + file_layout.table_bytes();
         let bytes = front_bytes + file_layout.state_bytes();
 
-        let save = SaveId {
-            run: self.run_checksum(),
-            session: self.session,
-            number,
-        };
-
-        let name = StagedName {
-            step,
-            kind: Kind::File(self.rank),
-            save,
-        }
-        .to_string();
+        let save = self.save_id(step, number);
+        let name = save.name(Kind::File(self.rank));
         let path = self.staging.path().join(&name);
         let file = self.staging.create_file(&name, true)?;
         self.at(SavePoint::FileCreated);
@@ -591,6 +564,16 @@ impl Store {
     pub(crate) fn join(&mut self, session: u64, run: Option<String>) {
         self.session = session;
         self.options.run = run;
+    }
+
+    /// The save `number` of this store, of `step`.
+    pub(crate) fn save_id(&self, step: u64, number: u32) -> SaveId {
+        SaveId {
+            step,
+            run: self.run_checksum(),
+            session: self.session,
+            number,
+        }
     }
 
     pub(crate) fn run_checksum(&self) -> u32 {

@@ -15,11 +15,11 @@ use super::replace;
 use super::shared::SHARED;
 use super::store::SavePoint;
 use crate::Store;
-use crate::exchange::shorten;
 use crate::format::names::{backup_of, random};
-use crate::format::staged_name::{StagedName, run_checksum};
+use crate::format::staged_name::{SaveId, run_checksum};
 use crate::io::dir::Dir;
 use crate::job::Job;
+use crate::messages::shorten;
 
 /// Failures to report at most.
 const MAX_NOTICES: usize = 3;
@@ -127,7 +127,7 @@ impl Store {
         if is_temporary || backup_of(name).is_some() {
             return true;
         }
-        let Some(StagedName { step, save, .. }) = StagedName::parse(name) else {
+        let Some((save, _)) = SaveId::parse(name) else {
             return false;
         };
         // Later saves of this process may be in flight.
@@ -135,7 +135,7 @@ impl Store {
             .numbers
             .get(&save.session)
             .is_none_or(|number| save.number <= *number);
-        step <= publication.checkpoint.step && is_done && self.owns_checksum(save.run)
+        save.step <= publication.checkpoint.step && is_done && self.owns_checksum(save.run)
     }
 
     /// Whether [`SaveId::run`](crate::format::staged_name::SaveId::run) is of this run or of one

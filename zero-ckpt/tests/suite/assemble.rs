@@ -106,7 +106,7 @@ fn newest_branch_is_assembled() {
     save(8, Some(SavePoint::DirCreated));
     let hint = resolve(dir.path()).unwrap().staged.unwrap();
     assert!(
-        hint.contains("of step 8") && hint.contains("zero ckpt assemble"),
+        hint.contains("of step 8") && hint.contains("zero_ckpt::assemble"),
         "{hint}"
     );
 
@@ -118,7 +118,7 @@ fn newest_branch_is_assembled() {
         error.contains("step-00000006 was published after it was staged"),
         "{error}"
     );
-    assert!(error.contains("zero ckpt assemble --step 8"), "{error}");
+    assert!(error.contains("zero_ckpt::assemble_step 8"), "{error}");
 
     save(7, Some(SavePoint::DirCreated));
     let hint = resolve(dir.path()).unwrap().staged.unwrap();

@@ -183,7 +183,7 @@ fn opening_removes_own_incomplete_saves() {
 
     let text = notices[0].join("\n");
     assert!(
-        text.contains("step-00000005") && text.contains("zero ckpt assemble"),
+        text.contains("step-00000005") && text.contains("zero_ckpt::assemble"),
         "{text}"
     );
     let folder = dir.join(".staging").display().to_string();

@@ -8,7 +8,7 @@ mod corpus;
 mod crash;
 mod damage;
 mod disk;
-mod exchange;
+mod export;
 mod faults;
 mod leftovers;
 mod model_files;

@@ -141,7 +141,7 @@ fn assembled_checkpoint_is_the_published_one() {
             );
         }
         let hint = Reader::open(dir.path()).err().unwrap().to_string();
-        assert!(hint.contains("zero ckpt assemble"), "{hint}");
+        assert!(hint.contains("zero_ckpt::assemble"), "{hint}");
         let before = staged(dir.path());
         let assembled = assemble(dir.path(), &NONE).unwrap();
         assert_eq!(

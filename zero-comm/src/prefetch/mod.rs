@@ -103,7 +103,7 @@ pub struct PrefetchOptions {
     pub persistence_threshold_elems: usize,
 }
 
-setters!(PrefetchOptions {
+zero_alloc::setters!(PrefetchOptions {
     ahead: usize,
     ahead_elems: usize,
     max_live_elems: usize,

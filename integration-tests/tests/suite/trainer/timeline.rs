@@ -7,7 +7,7 @@ use zero_trainer::MeshSettings;
 use super::support::Case;
 
 #[test]
-fn without_overlap_all_collectives_are_on_the_compute_stream() {
+fn without_overlap_collectives_are_on_the_compute_stream() {
     let hybrid = MeshSettings {
         shard_group: Some(2),
         sharding: Sharding::Hybrid,

@@ -1,0 +1,36 @@
+//! Ranks that are processes: how they find each other, and how all of them learn of a failure, with
+//! the rank at fault. It is what back ends of processes have in common, and calls no library of
+//! theirs; a back end adds a [`Transport`](process::Transport).
+//!
+//! | module | part |
+//! |---|---|
+//! | `ranks` | this process's place, from the launcher's variables |
+//! | `handshake`, `message`, `frames`, `wire` | the protocol: proof of the token, messages, their frames, connections |
+//! | `rendezvous` | connects each rank to the coordinator |
+//! | `server`, `coordinator` | in rank 0's process: the event loop, and its state machine without I/O or clock |
+//! | `process`, `watcher` | a rank's side: its collectives in flight, and the thread that reports them |
+//! | `fnv` | the hash of a rank's calls |
+//! | `abort` | the completion of an asynchronous abort |
+
+pub(crate) mod abort;
+mod coordinator;
+mod descriptors;
+pub(crate) mod error;
+mod fnv;
+mod frames;
+mod handshake;
+pub(crate) mod message;
+pub(crate) mod process;
+mod ranks;
+pub(crate) mod rendezvous;
+mod server;
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub mod testing;
+#[cfg(all(test, not(miri)))] // Miri has no sockets.
+mod tests;
+pub(crate) mod watcher;
+mod wire;
+
+pub use error::{LaunchError, RendezvousError};
+pub use ranks::{Launcher, Ranks, Token};
