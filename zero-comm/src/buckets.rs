@@ -4,14 +4,14 @@
 //! [`Buckets::new`] as [`Purpose::Buckets`]. Its states are types:
 //!
 //! ```text
-//! free --begin--> Filling --reduce, reduce_to--> InFlight --finish--> free, and Done
+//! free --begin--> Filling --reduce, reduce_to--> InFlight --finish--> free, and an event
 //!                 producers write                the collective runs  consumers wait
 //! ```
 //!
 //! - [`Filling`]: producers write to the bucket; their streams are recorded.
 //! - [`InFlight`]: the collective is enqueued on the communication stream, behind all producers.
 //!   Operations that the caller enqueues on that stream next see the result.
-//! - [`Done`]: the event after it. The bucket is free for the next [`Buckets::begin`], whose
+//! - The event is after it. The bucket is free for the next [`Buckets::begin`], whose
 //!   producers' streams wait for its last use. The host never waits.
 //!
 //! [`Buckets::reduce_unit`] does all of this for the gradient of a unit: it cuts it into pieces,
@@ -259,11 +259,6 @@ impl<D: Device> Buckets<D> {
             options,
             free: Mutex::new(free),
         })))
-    }
-
-    /// The options of [`Buckets::new`].
-    pub fn options(&self) -> BucketOptions {
-        self.0.options
     }
 
     /// The stream of the collectives.
@@ -577,7 +572,7 @@ impl<D: Device> Filling<D> {
     ) -> Result<D::Event, BucketError> {
         let sum = to.sum.slice(of_sum);
         if !to.add && sum.dtype() == self.shared.options.dtype {
-            return Ok(self.reduce_to(sum)?.finish()?.event);
+            return Ok(self.reduce_to(sum)?.finish()?);
         }
 
         let in_flight = self.reduce()?;
@@ -587,7 +582,7 @@ impl<D: Device> Filling<D> {
         } else {
             kernels.cast(comm_stream, in_flight.result, sum, 1.0)?;
         }
-        Ok(in_flight.finish()?.event)
+        Ok(in_flight.finish()?)
     }
 
     /// Sums the bucket over ranks; the communication stream writes what this rank keeps of the sum
@@ -684,37 +679,12 @@ impl<D: Device> InFlight<D> {
     }
 
     /// Frees the bucket. Its next use waits for the operations enqueued so far on the communication
-    /// stream.
+    /// stream. Returns the event after them, which readers of the result wait for.
     ///
     /// # Errors
     /// A stream returned an error.
-    pub fn finish(mut self) -> Result<Done<D>, DeviceError> {
-        let event = match self.retire()? {
-            Some(event) => event,
-            None => self.shared.comm_stream.record()?,
-        };
-        Ok(Done { event })
-    }
-}
-
-/// The event after which a bucket's result is complete.
-#[derive(Debug)]
-#[must_use = "readers of the result must wait for it"]
-pub struct Done<D: Device> {
-    event: D::Event,
-}
-
-impl<D: Device> Done<D> {
-    /// Makes `stream` wait for the result.
-    ///
-    /// # Errors
-    /// The stream returned an error.
-    pub fn wait_on(&self, stream: &D::Stream) -> Result<(), DeviceError> {
-        stream.wait(&self.event)
-    }
-
-    /// The event.
-    pub fn event(&self) -> &D::Event {
-        &self.event
+    pub fn finish(mut self) -> Result<D::Event, DeviceError> {
+        let event = self.retire()?;
+        event.map_or_else(|| self.shared.comm_stream.record(), Ok)
     }
 }

@@ -30,7 +30,7 @@ mod wait_on_drop;
 #[cfg(feature = "processes")]
 pub mod world;
 
-pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight, SumInto};
+pub use buckets::{BucketError, BucketOptions, Buckets, Filling, InFlight, SumInto};
 pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
 pub use options::CommOptions;
@@ -41,7 +41,7 @@ pub use prefetch::{
 pub use scheduled::{ScheduledComm, ScheduledGroups};
 pub use solo::Solo;
 pub use two_level::{LevelTraffic, TwoLevel};
-pub use unit_collectives::{Gather, Reduce, WireCodec, WireKernels};
+pub use unit_collectives::{Gather, Reduce, WireCast, WireCodec};
 pub use wait_on_drop::WaitOnDrop;
 #[cfg(feature = "processes")]
 pub use world::RendezvousError;

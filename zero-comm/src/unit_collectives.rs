@@ -36,7 +36,7 @@ pub trait WireCodec: fmt::Debug + Send + Sync {
     /// A dtype is not supported, or the stream returned an error.
     fn encode(
         &self,
-        kernels: &dyn WireKernels,
+        cast: WireCast<'_>,
         shard: AnySlice,
         wire: AnySlice,
     ) -> Result<(), KernelError>;
@@ -47,33 +47,16 @@ pub trait WireCodec: fmt::Debug + Send + Sync {
     /// As [`encode`](Self::encode).
     fn decode(
         &self,
-        kernels: &dyn WireKernels,
+        cast: WireCast<'_>,
         wire: AnySlice,
         whole: AnySlice,
         ranks: usize,
     ) -> Result<(), KernelError>;
 }
 
-/// The operations of a [`WireCodec`], on the stream of the collective.
-pub trait WireKernels {
-    /// Enqueues the conversion of the elements of `from` to the dtype of `to`.
-    ///
-    /// # Errors
-    /// The lengths differ, a dtype is not supported, or the stream returned an error.
-    fn cast(&self, from: AnySlice, to: AnySlice) -> Result<(), KernelError>;
-}
-
-/// [`Kernels`] on one stream.
-struct OnStream<'a, D: Device> {
-    kernels: &'a dyn Kernels<D>,
-    stream: &'a D::Stream,
-}
-
-impl<D: Device> WireKernels for OnStream<'_, D> {
-    fn cast(&self, from: AnySlice, to: AnySlice) -> Result<(), KernelError> {
-        self.kernels.cast(self.stream, from, to, 1.0)
-    }
-}
+/// Enqueues, on the stream of the collective, the conversion of the elements of the first slice to
+/// the dtype of the second, of the same length.
+pub type WireCast<'a> = &'a dyn Fn(AnySlice, AnySlice) -> Result<(), KernelError>;
 
 /// A codec with what it needs on the device.
 #[derive(Clone)]
@@ -176,16 +159,13 @@ impl<D: Device> Gather<D> {
         // SAFETY: only this stream uses the block, and it is recorded before the block is dropped.
         let wire = unsafe { block.slice() };
 
-        let kernels = OnStream {
-            kernels: &**kernels,
-            stream,
-        };
+        let cast = |from, to| kernels.cast(stream, from, to, 1.0);
         let own = wire.slice(self.comm.rank() * len..(self.comm.rank() + 1) * len);
         let enqueued = codec
-            .encode(&kernels, shard, own)
+            .encode(&cast, shard, own)
             .map_err(CommError::from)
             .and_then(|()| self.comm.all_gather(stream, own, wire))
-            .and_then(|()| Ok(codec.decode(&kernels, wire, whole, ranks)?));
+            .and_then(|()| Ok(codec.decode(&cast, wire, whole, ranks)?));
         block.record_use(stream)?;
         enqueued
     }

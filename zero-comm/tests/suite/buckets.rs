@@ -128,7 +128,7 @@ fn reduce(
                         in_flight.finish()
                     }
                 };
-                done.unwrap().wait_on(&streams.compute).unwrap();
+                streams.compute.wait(&done.unwrap()).unwrap();
             }
         }
         buckets.wait_all_on(&streams.compute).unwrap();

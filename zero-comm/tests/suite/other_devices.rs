@@ -72,7 +72,7 @@ fn buckets_refuse_streams_of_another_device() {
         let mut filling = buckets.begin(8).unwrap();
         assert!(is_refused(&filling.add_producer(&other).unwrap_err()));
         let done = filling.reduce().unwrap().finish().unwrap();
-        assert!(is_refused(&done.wait_on(&other).unwrap_err()));
+        assert!(is_refused(&other.wait(&done).unwrap_err()));
         assert!(is_refused(&buckets.wait_all_on(&other).unwrap_err()));
         own.synchronize(LIMIT).unwrap();
     }

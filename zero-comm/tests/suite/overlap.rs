@@ -182,7 +182,7 @@ fn run_step<D: Device>(
         prefetch.reshard(unsharded);
         let filling = buckets.begin(ranks * shards[unit].len()).unwrap();
         let in_flight = filling.reduce_to(grads[unit]).unwrap();
-        in_flight.finish().unwrap().wait_on(&comm_stream).unwrap();
+        comm_stream.wait(&in_flight.finish().unwrap()).unwrap();
     }
 
     prefetch.end();

@@ -6,7 +6,7 @@ use half::bf16;
 use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType};
 use zero_alloc::host::HostDevice;
-use zero_comm::{CommError, CommOptions, Gather, WireCodec, WireKernels};
+use zero_comm::{CommError, CommOptions, Gather, WireCast, WireCodec};
 use zero_kernels::KernelError;
 use zero_kernels::host::HostKernels;
 use zero_shard::WireFormat;
@@ -31,23 +31,23 @@ impl WireCodec for Cast {
 
     fn encode(
         &self,
-        kernels: &dyn WireKernels,
+        cast: WireCast<'_>,
         shard: AnySlice,
         wire: AnySlice,
     ) -> Result<(), KernelError> {
-        kernels.cast(shard, wire)
+        cast(shard, wire)
     }
 
     fn decode(
         &self,
-        kernels: &dyn WireKernels,
+        cast: WireCast<'_>,
         wire: AnySlice,
         whole: AnySlice,
         ranks: usize,
     ) -> Result<(), KernelError> {
         assert_eq!(wire.len(), whole.len());
         assert_eq!(whole.len() % ranks, 0);
-        kernels.cast(wire, whole)
+        cast(wire, whole)
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use zero_alloc::device::{AnySlice, DType};
-use zero_comm::{WireCodec, WireKernels};
+use zero_comm::{WireCast, WireCodec};
 use zero_kernels::KernelError;
 use zero_shard::WireFormat;
 use zero_trainer::{CommBytes, MeshSettings, Settings};
@@ -27,21 +27,21 @@ impl WireCodec for Bf16 {
 
     fn encode(
         &self,
-        kernels: &dyn WireKernels,
+        cast: WireCast<'_>,
         shard: AnySlice,
         wire: AnySlice,
     ) -> Result<(), KernelError> {
-        kernels.cast(shard, wire)
+        cast(shard, wire)
     }
 
     fn decode(
         &self,
-        kernels: &dyn WireKernels,
+        cast: WireCast<'_>,
         wire: AnySlice,
         whole: AnySlice,
         _ranks: usize,
     ) -> Result<(), KernelError> {
-        kernels.cast(wire, whole)
+        cast(wire, whole)
     }
 }
 
