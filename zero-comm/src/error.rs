@@ -9,7 +9,7 @@ use zero_kernels::KernelError;
 
 use crate::call::Call;
 #[cfg(feature = "processes")]
-use crate::world::{LaunchError, RendezvousError};
+use crate::world::error::{LaunchError, RendezvousError};
 use crate::{Collective, ReduceOp};
 
 /// The reason why a collective was not enqueued or did not finish.

@@ -28,6 +28,10 @@ mod two_level;
 mod unit_collectives;
 mod wait_on_drop;
 #[cfg(feature = "processes")]
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "testing")),
+    allow(dead_code, reason = "the back ends of processes use it")
+)]
 pub mod world;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Filling, InFlight, SumInto};

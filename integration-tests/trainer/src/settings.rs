@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use zero_alloc::device::DType;
 use zero_comm::{PrefetchOptions, WireCodec};
-use zero_optim::OptimizerConfig;
+use zero_optim::{OptimizerConfig, StateArrays};
 use zero_shard::{AxisTraffic, GridLayout, Layout, ShardError, Widths, ZeroStage};
 
 use crate::error::TrainError;
@@ -154,12 +154,18 @@ impl Settings {
 
     /// Bytes per element, for the memory formulas.
     pub fn widths(&self) -> Widths {
-        let widths = Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum_steps as u64);
+        let state = self.optimizer_state().bytes(1);
+        let param = self.dtype.size_bytes();
+        let widths = Widths::new(param as u64, state as u64, self.grad_accum_steps as u64);
         let codec = self.gather_codec.as_ref();
         Widths {
             gathered: codec.map_or(widths.gathered, |codec| codec.format()),
-            optimizer_bytes: self.offload.format.bytes(self.dtype != DType::F32),
             ..widths
         }
+    }
+
+    /// The arrays of the optimizer's state.
+    pub fn optimizer_state(&self) -> StateArrays {
+        self.optimizer.arrays(self.dtype, self.offload.format)
     }
 }

@@ -81,8 +81,8 @@ fn succeeds(output: &Output) {
     );
 }
 
-/// Groups of ranks, the two levels of several machines (of which `mpirun` reports one, so a flag has
-/// their ranks), and axes of ranks that share sequences or have parts of each parameter: their
+/// Also of groups, of the two levels of several machines (of which `mpirun` reports one, so a flag
+/// has their ranks), and of ranks that share sequences or have parts of each parameter: their
 /// communicators are splits of the world.
 #[test]
 fn the_losses_are_those_of_threads() {
@@ -111,7 +111,7 @@ fn the_losses_are_those_of_threads() {
         "--stage 3 --hpz 2",
         "--stage 3 --ulysses 4 --dropout 0.1",
         "--stage 2 --ulysses 2 --dropout 0.1",
-        "--stage 3 --tensor-parallel 2 --activation-checkpointing --partition-activations --dropout 0.1",
+        "--stage 3 --tensor-parallel 2 --dropout 0.1 --activation-checkpointing --partition-activations",
         "--stage 2 --tensor-parallel 2 --ulysses 2 --sequence-parallel",
     ] {
         run(4, flags);

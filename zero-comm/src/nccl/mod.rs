@@ -15,15 +15,8 @@
 //!
 //! The library is found at run time (`ZERO_NCCL`, else `libnccl.so.2`), 2.18 or later.
 //!
-//! **Several machines.** The ranks meet at a TCP port of rank 0. Across machines they need a shared
-//! secret, the [token](crate::world::Token): `export ZERO_TOKEN=$(openssl rand -hex 16)` on one machine, and the
-//! same value on all others (`mpirun -x ZERO_TOKEN`; `srun` exports it by itself). A connection
-//! that does not prove that it knows the token is closed without an answer, cannot disturb the
-//! others, and never receives NCCL's unique id. `ZERO_TOKEN=none` opens the port to everyone. Ranks
-//! of one machine need no token: rank 0 then listens on the loopback interface only. The token
-//! admits ranks; it does not protect their traffic. After the handshake neither the control
-//! connection nor NCCL's data is encrypted or authenticated, so train on a network in which nobody
-//! alters packets.
+//! **Several machines.** The ranks meet as [`world`](crate::world) describes. NCCL's data is neither
+//! encrypted nor authenticated, so train on a network in which nobody alters packets.
 //!
 //! **Sums.** NCCL chooses the order of additions, and may round sums of fp16 and bf16 at each hop:
 //! with N ranks, the sum of N values of one sign is within (N - 1) units in the last place of the
@@ -426,7 +419,7 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
     }
 }
 
-#[cfg(all(test, not(miri)))] // Miri has no processes.
+#[cfg(test)]
 mod tests {
     /// The body of a process of [`environment_is_set_unless_the_user_did`].
     #[test]

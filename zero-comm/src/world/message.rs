@@ -116,38 +116,47 @@ const MAX_ERROR_BYTES: usize = 16 << 10;
 /// Maximum size of the text of a larger one.
 const MAX_TEXT_BYTES: usize = 4 << 10;
 
-/// A failure of limited size. Of a larger one it keeps the rank and the beginning of the text.
-pub(crate) fn bounded(error: CommError) -> CommError {
+/// The rank that an error names; `None` if it concerns one process only, and has no form that ranks
+/// send each other.
+pub(crate) fn named_rank(error: &CommError) -> Option<usize> {
     use CommError::{Aborted, Diverged, Left, Lost, Mismatch, Panicked, Peer, Skipped, Stalled};
-    let text = |mut text: String| {
-        shorten(&mut text, MAX_TEXT_BYTES);
-        text
-    };
-
-    if encode(&error).is_ok_and(|frame| frame.len() <= MAX_ERROR_BYTES) {
-        return error;
-    }
     match error {
-        Aborted { rank, reason } => Aborted {
-            rank,
-            reason: text(reason),
-        },
-        Peer { rank, message } => Peer {
-            rank,
-            message: text(message),
-        },
-        // Their calls have as many counts as the communicator has ranks.
         Mismatch { rank, .. }
         | Diverged { rank, .. }
         | Stalled { rank, .. }
         | Left { rank, .. }
         | Lost { rank, .. }
         | Skipped { rank, .. }
-        | Panicked { rank, .. } => Peer {
+        | Panicked { rank, .. }
+        | Aborted { rank, .. }
+        | Peer { rank, .. } => Some(*rank),
+        _ => None,
+    }
+}
+
+/// A failure of limited size. Of a larger one it keeps the rank and the beginning of the text.
+pub(crate) fn bounded(error: CommError) -> CommError {
+    let text = |mut text: String| {
+        shorten(&mut text, MAX_TEXT_BYTES);
+        text
+    };
+
+    let is_small = encode(&error).is_ok_and(|frame| frame.len() <= MAX_ERROR_BYTES);
+    match (error, is_small) {
+        (error, true) => error,
+        (CommError::Aborted { rank, reason }, _) => CommError::Aborted {
+            rank,
+            reason: text(reason),
+        },
+        (CommError::Peer { rank, message }, _) => CommError::Peer {
+            rank,
+            message: text(message),
+        },
+        // Its calls have as many counts as the communicator has ranks.
+        (error, _) => named_rank(&error).map_or(error.clone(), |rank| CommError::Peer {
             rank,
             message: text(error.to_string()),
-        },
-        other => other,
+        }),
     }
 }
 

@@ -1,6 +1,14 @@
 //! Ranks that are processes: how they find each other, and how all of them learn of a failure, with
 //! the rank at fault. It is what back ends of processes have in common, and calls no library of
-//! theirs; a back end adds a [`Transport`](process::Transport).
+//! theirs.
+//!
+//! The ranks meet at a TCP port of rank 0. Across machines they need a shared secret, the [`Token`]:
+//! `export ZERO_TOKEN=$(openssl rand -hex 16)` on one machine, and the same value on all others
+//! (`mpirun -x ZERO_TOKEN`; `srun` exports it by itself). A connection that does not prove that it
+//! knows the token is closed without an answer, cannot disturb the others, and never receives the
+//! library's unique id. `ZERO_TOKEN=none` opens the port to everyone. Ranks of one machine need no
+//! token: rank 0 then listens on the loopback interface only. The token admits ranks; it does not
+//! protect their traffic.
 //!
 //! | module | part |
 //! |---|---|

@@ -11,7 +11,7 @@ use zero_alloc::device::DeviceError;
 
 use super::abort::AbortCompletion;
 use super::fnv::Fnv;
-use super::message::{Context, Message, Place, Progress, bounded};
+use super::message::{Context, Message, Place, Progress, bounded, named_rank};
 use crate::CommError;
 use crate::call::{Call, Segments};
 use crate::split_request::SplitRequest;
@@ -217,23 +217,11 @@ impl World {
 
     /// Ends the world with `error`, or with the failure that came first, which is returned.
     pub(crate) fn fail(&self, error: CommError) -> CommError {
-        use CommError::{
-            Aborted, Diverged, Left, Lost, Mismatch, Panicked, Peer, Skipped, Stalled,
-        };
-        let error = match error {
-            Mismatch { .. }
-            | Diverged { .. }
-            | Stalled { .. }
-            | Left { .. }
-            | Lost { .. }
-            | Skipped { .. }
-            | Panicked { .. }
-            | Aborted { .. }
-            | Peer { .. } => error,
-            // All other variants concern this process only.
-            other => Peer {
+        let error = match named_rank(&error) {
+            Some(_) => error,
+            None => CommError::Peer {
                 rank: self.rank,
-                message: other.to_string(),
+                message: error.to_string(),
             },
         };
 

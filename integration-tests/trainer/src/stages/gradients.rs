@@ -54,7 +54,7 @@ impl<D: Device> Gradients<D> {
     pub(crate) fn new(
         rank: &Rank<D>,
         model: &dyn Model<D>,
-        optimizer: &Optimizer<D>,
+        optimizer: &dyn Optimizer<D>,
     ) -> Result<Self, TrainError> {
         let Rank {
             settings,
@@ -114,7 +114,7 @@ impl<D: Device> Gradients<D> {
         &'a mut self,
         rank: &'a Rank<D>,
         micro: usize,
-        optimizer: &'a mut Optimizer<D>,
+        optimizer: &'a mut dyn Optimizer<D>,
     ) -> MicroBatchGradients<'a, D> {
         MicroBatchGradients {
             all: self,
@@ -134,7 +134,7 @@ pub(crate) struct MicroBatchGradients<'a, D: Device> {
     all: &'a mut Gradients<D>,
     rank: &'a Rank<D>,
     micro: usize,
-    optimizer: &'a mut Optimizer<D>,
+    optimizer: &'a mut dyn Optimizer<D>,
 }
 
 impl<D: Device> MicroBatchGradients<'_, D> {

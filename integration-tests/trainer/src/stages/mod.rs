@@ -1,5 +1,6 @@
 //! The stages: one algorithm a file, and what they share.
 
+pub(crate) mod device_optimizer;
 pub(crate) mod device_sums;
 pub(crate) mod gradients;
 pub(crate) mod optimizer;

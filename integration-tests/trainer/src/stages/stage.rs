@@ -88,7 +88,7 @@ pub(crate) trait Stage<D: Device>: Send {
     }
 
     /// The optimizer, with the state of this rank's shards, or of all parameters at stage 0.
-    fn optimizer(&mut self) -> &mut Optimizer<D>;
+    fn optimizer(&mut self) -> &mut dyn Optimizer<D>;
 
     /// Blocks the host until the streams of the rank are idle.
     fn synchronize(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {

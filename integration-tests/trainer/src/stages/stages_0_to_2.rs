@@ -17,7 +17,7 @@ use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::Rank;
 use crate::stages::gradients::Gradients;
-use crate::stages::optimizer::Optimizer;
+use crate::stages::optimizer::{self, Optimizer};
 use crate::stages::stage::{MicroBatches, Read, Stage};
 use crate::stages::whole_params::WholeParams;
 
@@ -25,7 +25,7 @@ use crate::stages::whole_params::WholeParams;
 pub(crate) struct Stages0To2<D: Device> {
     /// The optimizer state of what this rank updates. Declared first: its drop waits for the host's
     /// work on the others.
-    optimizer: Optimizer<D>,
+    optimizer: Box<dyn Optimizer<D>>,
     params: WholeParams<D>,
     /// The gradients: whole at stages 0 and 1, this rank's shard at stage 2.
     grads: Gradients<D>,
@@ -45,7 +45,7 @@ impl<D: Device> Stages0To2<D> {
         }
 
         let grads = &mut self.grads;
-        let mut grads = grads.of_micro_batch(rank, micro, &mut self.optimizer);
+        let mut grads = grads.of_micro_batch(rank, micro, &mut *self.optimizer);
         for (i, pass) in rank.backward_passes() {
             let params = self.params.wait_for(rank, &pass.backward_reads)?;
             let of_pass = grads.of_pass(i)?;
@@ -106,17 +106,17 @@ impl<D: Device> Stage<D> for Stages0To2<D> {
         Ok(self.params.gathered(rank, &all))
     }
 
-    fn optimizer(&mut self) -> &mut Optimizer<D> {
-        &mut self.optimizer
+    fn optimizer(&mut self) -> &mut dyn Optimizer<D> {
+        &mut *self.optimizer
     }
 }
 
 impl<D: Device> Stages0To2<D> {
     pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let mut params = WholeParams::new(rank)?;
-        let optimizer = Optimizer::new(rank, Some(params.updated()))?;
+        let optimizer = optimizer::build(rank, Some(params.updated()))?;
         params.set_updates(optimizer.host_params());
-        let grads = Gradients::new(rank, model, &optimizer)?;
+        let grads = Gradients::new(rank, model, &*optimizer)?;
         Ok(Self {
             optimizer,
             params,

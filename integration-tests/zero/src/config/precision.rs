@@ -70,38 +70,30 @@ fn read_fp16(
         "fp16_master_weights_and_grads" = Flag(false) =>
             "master weights and gradient sums are fp32",
     })?;
-    let default = DynamicScaling::default();
-    let scale = block
-        .number_in(
-            "loss_scale",
-            0.0..=f64::MAX,
-            "0 (dynamic) or a scale above 0",
-        )?
-        .unwrap_or(0.0);
+    let scale = block.number_in(
+        "loss_scale",
+        0.0..=f64::MAX,
+        "0 (dynamic) or a scale above 0",
+    )?;
+    let scale = scale.unwrap_or(0.0);
 
     let small = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-    let dynamic = default
-        .initial_scale_power(
-            block
-                .count("initial_scale_power")?
-                .map_or(default.initial_scale_power, small),
-        )
-        .window(
-            block
-                .positive("loss_scale_window")?
-                .unwrap_or(default.window),
-        )
-        .hysteresis(block.count("hysteresis")?.map_or(default.hysteresis, small))
-        .consecutive_hysteresis(
-            block
-                .flag("consecutive_hysteresis")?
-                .unwrap_or(default.consecutive_hysteresis),
-        )
-        .min_scale(
-            block
-                .count("min_loss_scale")?
-                .map_or(default.min_scale, |n| n as f64),
-        );
+    let mut dynamic = DynamicScaling::default();
+    if let Some(power) = block.count("initial_scale_power")? {
+        dynamic.initial_scale_power = small(power);
+    }
+    if let Some(window) = block.positive("loss_scale_window")? {
+        dynamic.window = window;
+    }
+    if let Some(hysteresis) = block.count("hysteresis")? {
+        dynamic.hysteresis = small(hysteresis);
+    }
+    if let Some(consecutive) = block.flag("consecutive_hysteresis")? {
+        dynamic.consecutive_hysteresis = consecutive;
+    }
+    if let Some(min_scale) = block.count("min_loss_scale")? {
+        dynamic.min_scale = min_scale as f64;
+    }
 
     block.end_strict()?;
     let scaling = if scale > 0.0 {

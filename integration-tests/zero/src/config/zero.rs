@@ -163,7 +163,6 @@ pub(super) fn read(
     block.ignore(IGNORED, warnings)?;
     block.refuse(REFUSED)?;
 
-    let default = ZeroOptimization::default();
     let stage = block
         .number_in("stage", 0.0..=3.0, "0, 1, 2, 3 or \"auto\"")?
         .unwrap_or(0.0);
@@ -181,28 +180,10 @@ pub(super) fn read(
     let (offload_optimizer, offload_optimizer_buffers) =
         read_offload_optimizer(&mut block, warnings)?;
     let offload_param = read_offload_param(&mut block, warnings)?;
-    let zero = ZeroOptimization {
+    let mut zero = ZeroOptimization {
         stage,
-        reduce_bucket_elems: block
-            .count("reduce_bucket_size")?
-            .unwrap_or(default.reduce_bucket_elems),
-        allgather_bucket_elems: block
-            .count("allgather_bucket_size")?
-            .unwrap_or(default.allgather_bucket_elems),
         overlap_comm: block.flag("overlap_comm")?,
         sub_group_elems: block.count("sub_group_size")?,
-        prefetch_bucket_elems: block
-            .count("prefetch_bucket_size")?
-            .unwrap_or(default.prefetch_bucket_elems),
-        persistence_threshold_elems: block
-            .count("param_persistence_threshold")?
-            .unwrap_or(default.persistence_threshold_elems),
-        max_live_elems: block
-            .count("max_live_parameters")?
-            .unwrap_or(default.max_live_elems),
-        max_reuse_elems: block
-            .count("max_reuse_distance")?
-            .unwrap_or(default.max_reuse_elems),
         gather_16bit_weights_on_save: block
             .flag("gather_16bit_weights_on_model_save")?
             .unwrap_or(false),
@@ -213,7 +194,22 @@ pub(super) fn read(
             .count("zero_hpz_partition_size")?
             .filter(|ranks| *ranks > 1),
         mics_shard_ranks: read_mics(&mut block)?,
+        ..ZeroOptimization::default()
     };
+
+    for (key, size) in [
+        ("reduce_bucket_size", &mut zero.reduce_bucket_elems),
+        ("allgather_bucket_size", &mut zero.allgather_bucket_elems),
+        ("prefetch_bucket_size", &mut zero.prefetch_bucket_elems),
+        (
+            "param_persistence_threshold",
+            &mut zero.persistence_threshold_elems,
+        ),
+        ("max_live_parameters", &mut zero.max_live_elems),
+        ("max_reuse_distance", &mut zero.max_reuse_elems),
+    ] {
+        *size = block.count(key)?.unwrap_or(*size);
+    }
 
     block.end_strict()?;
     Ok(zero)

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use zero_alloc::device::DType;
 use zero_comm::PrefetchOptions;
-use zero_optim::OptimizerConfig;
+use zero_optim::{Moments, OptimizerConfig};
 use zero_shard::{
     LayoutOptions, ParamSpec, ShardError, Tie, TransformerShape, UnitSpec, ZeroStage,
 };
@@ -134,20 +134,8 @@ impl Request {
         let zero = zero.as_ref();
         let mesh = mesh(args, file.as_deref(), zero)?;
         let model = model.cut(mesh.tensor_ranks.unwrap_or(1))?;
-        if args.partition_activations && mesh.tensor_ranks.is_none() {
-            return Err(CliError::Usage(
-                "--partition-activations divides activations among the GPUs of tensor parallelism: \
-                 use --tensor-parallel M, too"
-                    .to_owned(),
-            ));
-        }
-        if args.sequence_parallel && mesh.tensor_ranks.is_none() {
-            return Err(CliError::Usage(
-                "--sequence-parallel divides tokens among the GPUs of tensor parallelism: \
-                 use --tensor-parallel M, too"
-                    .to_owned(),
-            ));
-        }
+        let flags = [args.partition_activations, args.sequence_parallel];
+        mesh::check_tensor_flags(&mesh, flags, "GPUs")?;
         let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
         let batches = args.gpus() / mesh.ranks_of_batch() as u64;
         let batch = batch
@@ -455,7 +443,7 @@ impl Request {
             offload.optimizer = Home::Host;
         }
         if offload.optimizer == Home::Device {
-            offload.format.bf16_moments = false;
+            offload.format.moments = Moments::Fp32;
         }
 
         let sub_group = &mut settings.optimizer.sub_group_elems;
@@ -512,7 +500,7 @@ fn mesh(
     zero: Option<&ZeroOptimization>,
 ) -> Result<MeshSettings, CliError> {
     let flags = TrainArgs {
-        mesh: args.mesh.clone(),
+        mesh: args.mesh,
         ..TrainArgs::default()
     };
     let of_file = file.map(|file| of_file(file, zero)).unwrap_or_default();
@@ -624,19 +612,11 @@ fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
         }
     };
 
-    let size = |flag: &str, value: u64| {
-        usize::try_from(value)
-            .map_err(|_| CliError::Usage(format!("{flag} {value}: too large for a model")))
-    };
-    let default_size = |flag: &str, value: Option<u64>, default: usize| match value {
-        None => Ok(default),
-        Some(value) => size(flag, value),
-    };
-
-    let n_embd = size("--hidden", hidden)?;
-    let n_layer = size("--layers", layers)?;
-    let n_head = size("--heads", heads)?;
-    let n_inner = size("--ffn", args.ffn.unwrap_or(hidden.saturating_mul(4)))?;
+    let or = |size: Option<u64>, default: usize| size.map_or(default, |size| size as usize);
+    let n_embd = hidden as usize;
+    let n_layer = layers as usize;
+    let n_head = heads as usize;
+    let n_inner = args.ffn.unwrap_or(hidden.saturating_mul(4)) as usize;
     let kv_heads = args.kv_heads.unwrap_or(heads);
     let architecture = match args.architecture {
         Some(architecture) => architecture,
@@ -653,8 +633,8 @@ fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
         Architecture::Gpt2 => {
             let gpt2 = GptConfig::gpt2(n_embd, n_layer, n_head);
             ModelConfig::from(GptConfig {
-                vocab_size: default_size("--vocab", args.vocab, gpt2.vocab_size)?,
-                n_positions: default_size("--seq-len", args.seq_len, gpt2.n_positions)?,
+                vocab_size: or(args.vocab, gpt2.vocab_size),
+                n_positions: or(args.seq_len, gpt2.n_positions),
                 n_inner,
                 ..gpt2
             })
@@ -662,12 +642,12 @@ fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
         Architecture::Llama => {
             let llama = LlamaConfig::llama2();
             ModelConfig::from(LlamaConfig {
-                vocab_size: default_size("--vocab", args.vocab, llama.vocab_size)?,
-                max_positions: default_size("--seq-len", args.seq_len, llama.max_positions)?,
+                vocab_size: or(args.vocab, llama.vocab_size),
+                max_positions: or(args.seq_len, llama.max_positions),
                 hidden: n_embd,
                 layers: n_layer,
                 heads: n_head,
-                kv_heads: size("--kv-heads", kv_heads)?,
+                kv_heads: kv_heads as usize,
                 head_dim: n_embd / n_head,
                 intermediate: n_inner,
                 ..llama

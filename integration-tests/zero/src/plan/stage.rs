@@ -18,8 +18,8 @@ use zero_models::GpuBytes;
 use zero_models::cuda::matmul;
 use zero_models::{TensorBytes, TensorElems};
 use zero_trainer::{
-    OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems, scratch_elems,
-    wide_moments,
+    OffloadSettings, RankBytes, Settings, decoded_moments, device_steps, gathers, piece_elems,
+    scratch_elems,
 };
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of
@@ -260,7 +260,7 @@ fn evaluate_with(
     let model = memory_model(request, &settings, layout.parts())?;
     let model = with_activations(model, request, recompute_gelu)?;
     let on_cores = on_cores(request, &settings, layout.parts());
-    let workspace_bytes = wide_moments(&settings, layout.parts()).unwrap_or(u64::MAX);
+    let workspace_bytes = decoded_moments(&settings, layout.parts()).unwrap_or(u64::MAX);
     let footprint = model.footprint(&state)?;
     let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
     let (transfers, wear) = transfers(

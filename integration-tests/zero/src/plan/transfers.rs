@@ -5,6 +5,7 @@
 //! transfers. FLOPs are 6 a parameter and token, and 8 if activations are recomputed.
 
 use serde::Serialize;
+use zero_optim::Masters;
 use zero_shard::{Layout, Tier};
 
 use super::request::Request;
@@ -126,7 +127,8 @@ fn moved(
     }
     if offload.params.tier() == Tier::Nvme {
         // An update reads parameters that are the masters, or a part of them.
-        let reads = settings.dtype.size_bytes() == 4 || offload.format.remainder;
+        let reads =
+            settings.dtype.size_bytes() == 4 || offload.format.masters == Masters::Remainder;
         nvme.update[0] = nvme.update[0].saturating_add(if reads { params } else { 0 });
         nvme.update[1] = nvme.update[1].saturating_add(params);
         nvme.compute[0] = gathered;

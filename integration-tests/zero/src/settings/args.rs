@@ -1,11 +1,13 @@
 //! The flags of `zero train`.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use zero_comm::PrefetchOptions;
-use zero_optim::LossScaling;
+use zero_optim::{LossScaling, Masters, Moments};
 use zero_trainer::Home;
 use zero_trainer::param_groups::ParamGroup;
 
@@ -450,30 +452,25 @@ pub struct OffloadArgs {
     /// Master weights: fp32, or remainder, the 16 bits that a bf16 parameter lacks, which saves 2
     /// bytes a parameter. The masters are the same; one exactly midway between two parameters then
     /// rounds away from zero and not to even [default: fp32]
-    #[arg(long, value_enum)]
+    #[arg(long, value_parser = format_parser::<Masters>(&[
+        ("fp32", "fp32"),
+        ("remainder", "The bf16 parameter and a 16-bit remainder"),
+    ]))]
     pub masters: Option<Masters>,
     /// Moments of an offloaded optimizer: fp32, or bf16 with stochastic rounding, which changes the
     /// numbers slightly [default: fp32]
-    #[arg(long, value_enum)]
+    #[arg(long, value_parser = format_parser::<Moments>(&[("fp32", "fp32"), ("bf16", "bf16")]))]
     pub moments: Option<Moments>,
 }
 
-/// Formats of master weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Masters {
-    /// fp32.
-    Fp32,
-    /// The bf16 parameter and a 16-bit remainder.
-    Remainder,
-}
-
-/// Formats of moments.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Moments {
-    /// fp32.
-    Fp32,
-    /// bf16.
-    Bf16,
+/// The parser of a format of state, with its names and their help.
+fn format_parser<T>(names: &[(&'static str, &'static str)]) -> impl TypedValueParser<Value = T>
+where
+    T: FromStr<Err = String> + Clone + Send + Sync + 'static,
+{
+    let values = names.iter();
+    let values = values.map(|&(name, help)| PossibleValue::new(name).help(help));
+    PossibleValuesParser::new(values).try_map(|name| name.parse())
 }
 
 fn parse_home(text: &str) -> Result<Home, String> {

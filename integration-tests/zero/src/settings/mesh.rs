@@ -269,6 +269,25 @@ pub(crate) fn planned(from: &Sources, ranks: u64) -> Result<MeshSettings, CliErr
     }
 }
 
+/// Refuses `--partition-activations` and `--sequence-parallel` without tensor parallelism.
+///
+/// # Errors
+/// One of them is given.
+pub(crate) fn check_tensor_flags(
+    mesh: &MeshSettings,
+    [partitions, divides_tokens]: [bool; 2],
+    ranks: &str,
+) -> Result<(), CliError> {
+    let flag = match (mesh.tensor_ranks, partitions, divides_tokens) {
+        (None, true, _) => "--partition-activations divides activations",
+        (None, false, true) => "--sequence-parallel divides tokens",
+        _ => return Ok(()),
+    };
+    Err(CliError::Usage(format!(
+        "{flag} among the {ranks} of tensor parallelism: use --tensor-parallel M, too"
+    )))
+}
+
 /// The groups at a stage of a plan: those that have nothing to share there are none.
 pub(crate) fn at_stage(mesh: MeshSettings, stage: ZeroStage) -> MeshSettings {
     match (mesh.sharding, stage) {
@@ -325,152 +344,123 @@ fn refusal(mesh: &MeshSettings, ranks: u64, stage: ZeroStage) -> Option<String> 
 
 #[cfg(test)]
 mod tests {
+    use std::iter;
+
+    use clap::Parser;
+
     use super::*;
     use crate::config::DsConfig;
     use crate::settings::args::TrainArgs;
     use crate::settings::sources::of_file;
+    use ZeroStage::{One, Three, Two, Zero};
 
-    fn run(ranks: usize, stage: ZeroStage) -> Conditions {
-        Conditions {
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        mesh: MeshArgs,
+    }
+
+    fn parsed(flags: &str) -> TrainArgs {
+        let words = iter::once("train").chain(flags.split_whitespace());
+        TrainArgs {
+            mesh: Line::try_parse_from(words).unwrap().mesh,
+            ..TrainArgs::default()
+        }
+    }
+
+    /// The groups of a run with these flags, which resumes one that had those of `recorded`, and its
+    /// notes.
+    fn mesh(
+        flags: &str,
+        file: &str,
+        recorded: &str,
+        (ranks, stage): (usize, ZeroStage),
+    ) -> Result<(MeshSettings, Vec<String>), String> {
+        let file = DsConfig::parse(file).unwrap();
+        let file = of_file(&file, Some(&file.zero));
+        let from = Sources::new(&parsed(flags), &file, parsed(recorded));
+        let run = Conditions {
             ranks,
             stage,
             on_gpus: false,
             checkpointing: false,
             offloads: false,
             shares_batches: false,
-        }
-    }
-
-    fn mesh(
-        args: &TrainArgs,
-        file: &str,
-        recorded: Option<MeshArgs>,
-        run: &Conditions,
-    ) -> Result<(MeshSettings, Vec<String>), String> {
-        let file = DsConfig::parse(file).unwrap();
-        let recorded = TrainArgs {
-            mesh: recorded.unwrap_or_default(),
-            ..TrainArgs::default()
         };
-        let from = Sources::new(args, &of_file(&file, Some(&file.zero)), recorded);
         let mut notices = Vec::new();
-        let mesh = settings(&from, run, &mut notices).map_err(|error| error.to_string())?;
-        let record = MeshArgs::of(&mesh);
-        assert_eq!(record.settings().unwrap(), mesh);
+        let mesh = settings(&from, &run, &mut notices).map_err(|error| error.to_string())?;
+        assert_eq!(MeshArgs::of(&mesh).settings().unwrap(), mesh);
         Ok((mesh, notices))
-    }
-
-    fn flags(shard_group: Option<usize>, world: bool, hpz: Option<usize>) -> TrainArgs {
-        let mut args = TrainArgs::default();
-        args.mesh.shard_group = shard_group;
-        args.mesh.shard_optimizer = world.then_some(OptimizerRanks::World);
-        args.mesh.hpz = hpz;
-        args
     }
 
     #[test]
     fn each_source() {
-        use ZeroStage::{One, Three};
-        let no_flags = TrainArgs::default();
-        let of = |args: &TrainArgs, file, recorded, stage| {
-            let (mesh, notices) = mesh(args, file, recorded, &run(8, stage)).unwrap();
-            assert_eq!(notices, Vec::<String>::new());
-            (mesh.shard_group, mesh.sharding)
-        };
-        let groups = flags(Some(4), true, None);
-        assert_eq!(of(&groups, "{}", None, One), (Some(4), Sharding::Hybrid));
-        let groups = flags(Some(8), true, None);
-        assert_eq!(of(&groups, "{}", None, One), (None, Sharding::Flat));
-
+        use Sharding::{Flat, Hybrid, Replicated, Secondary};
         let hpz = r#"{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}"#;
-        assert_eq!(
-            of(&no_flags, hpz, None, Three),
-            (Some(2), Sharding::Secondary)
-        );
         let mics = r#"{"zero_optimization": {"stage": 3, "mics_shard_size": 2}}"#;
-        assert_eq!(
-            of(&no_flags, mics, None, Three),
-            (Some(2), Sharding::Replicated)
-        );
         let off = r#"{"zero_optimization": {"mics_shard_size": -1, "zero_hpz_partition_size": 1}}"#;
-        assert_eq!(of(&no_flags, off, None, Three), (None, Sharding::Flat));
-
-        // A flag takes the place of all that was recorded.
-        let recorded = MeshArgs {
-            shard_group: Some(4),
-            shard_optimizer: Some(OptimizerRanks::World),
-            ..MeshArgs::default()
-        };
-        assert_eq!(
-            of(&no_flags, "{}", Some(recorded), One),
-            (Some(4), Sharding::Hybrid)
-        );
-        let flag = flags(None, false, Some(2));
-        assert_eq!(
-            of(&flag, "{}", Some(recorded), Three),
-            (Some(2), Sharding::Secondary)
-        );
+        let world = "--shard-group 4 --shard-optimizer world";
+        let all = "--shard-group 8 --shard-optimizer world";
+        for (flags, file, recorded, stage, expected) in [
+            (world, "{}", "", One, (Some(4), Hybrid)),
+            (all, "{}", "", One, (None, Flat)),
+            ("", hpz, "", Three, (Some(2), Secondary)),
+            ("", mics, "", Three, (Some(2), Replicated)),
+            ("", off, "", Three, (None, Flat)),
+            ("", "{}", world, One, (Some(4), Hybrid)),
+            // A flag takes the place of all that was recorded.
+            ("--hpz 2", "{}", world, Three, (Some(2), Secondary)),
+        ] {
+            let (mesh, notices) = mesh(flags, file, recorded, (8, stage)).unwrap();
+            assert_eq!(
+                (mesh.shard_group, mesh.sharding),
+                expected,
+                "{flags} {file}"
+            );
+            assert!(notices.is_empty(), "{notices:?}");
+        }
     }
 
     #[test]
     fn ranks_that_share_sequences() {
-        let of = |args: &TrainArgs, file, recorded: Option<usize>, ranks| {
-            let recorded = recorded.map(|ulysses| MeshArgs {
-                ulysses: Some(ulysses),
-                shard_group: Some(2),
-                ..MeshArgs::default()
-            });
-            let of_run = mesh(args, file, recorded, &run(ranks, ZeroStage::Three));
-            of_run.map(|(mesh, notices)| (mesh.sequence_ranks(), notices))
-        };
-        let share = |share| {
-            let mut args = TrainArgs::default();
-            args.mesh.ulysses = Some(share);
-            args
-        };
-        let no_flag = TrainArgs::default();
         let file = r#"{"sequence_parallel_size": 2}"#;
-        assert_eq!(of(&share(4), "{}", None, 8).unwrap(), (4, vec![]));
-        assert_eq!(of(&no_flag, file, None, 8).unwrap(), (2, vec![]));
-        assert_eq!(of(&share(1), file, Some(4), 8).unwrap(), (1, vec![]));
-        assert_eq!(of(&no_flag, "{}", Some(4), 8).unwrap(), (4, vec![]));
-        let (alone, notices) = of(&no_flag, "{}", Some(4), 6).unwrap();
-        assert_eq!(alone, 1);
-        assert!(notices[0].contains("between 4 ranks"), "{notices:?}");
-        for wrong in [0, 3] {
-            let error = of(&share(wrong), "{}", None, 8).unwrap_err();
-            assert_eq!(
-                error,
-                format!("--ulysses {wrong}: expected a number that divides the 8 ranks")
-            );
+        let recorded = "--ulysses 4 --shard-group 2";
+        for (flags, file, recorded, ranks, expected) in [
+            ("--ulysses 4", "{}", "", 8, 4),
+            ("", file, "", 8, 2),
+            ("--ulysses 1", file, recorded, 8, 1),
+            ("", "{}", recorded, 8, 4),
+            ("", "{}", recorded, 6, 1),
+        ] {
+            let (mesh, notices) = mesh(flags, file, recorded, (ranks, Three)).unwrap();
+            assert_eq!(mesh.sequence_ranks(), expected, "{flags} {file}");
+            let is_noted = notices.iter().any(|note| note.contains("between 4 ranks"));
+            assert_eq!(is_noted, ranks == 6, "{notices:?}");
         }
     }
 
     #[test]
     fn groups_that_do_not_fit() {
-        use ZeroStage::{Three, Two, Zero};
-        let refused = |args: &TrainArgs, run: &Conditions| mesh(args, "{}", None, run).unwrap_err();
-        let error = refused(&flags(Some(3), false, None), &run(8, Three));
-        assert_eq!(
-            error,
-            "--shard-group 3: expected a number that divides the 8 ranks"
-        );
-        let error = refused(&flags(Some(0), false, None), &run(8, Three));
-        assert!(error.starts_with("--shard-group 0:"), "{error}");
-        let error = refused(&flags(Some(4), false, None), &run(8, Zero));
-        assert!(error.contains("stage 0 shards nothing"), "{error}");
-        let error = refused(&flags(None, false, Some(4)), &run(8, Two));
-        assert!(error.contains("use --stage 3"), "{error}");
-        let error = refused(&flags(Some(4), false, Some(4)), &run(8, Three));
-        assert!(error.contains("exclude each other"), "{error}");
+        let number = "expected a number that divides the 8 ranks";
+        for (flags, stage, expected) in [
+            ("--ulysses 0", Three, &*format!("--ulysses 0: {number}")),
+            ("--ulysses 3", Three, &format!("--ulysses 3: {number}")),
+            (
+                "--shard-group 3",
+                Three,
+                &format!("--shard-group 3: {number}"),
+            ),
+            ("--shard-group 0", Three, "--shard-group 0:"),
+            ("--shard-group 4", Zero, "stage 0 shards nothing"),
+            ("--hpz 4", Two, "use --stage 3"),
+            ("--shard-group 4 --hpz 4", Three, "exclude each other"),
+        ] {
+            let error = mesh(flags, "{}", "", (8, stage)).unwrap_err();
+            assert!(error.contains(expected), "{flags}: {error}");
+        }
 
         // A resumed run goes on without them.
-        let recorded = MeshArgs {
-            shard_group: Some(4),
-            ..MeshArgs::default()
-        };
-        let (mesh, notices) =
-            mesh(&TrainArgs::default(), "{}", Some(recorded), &run(6, Three)).unwrap();
+        let (mesh, notices) = mesh("", "{}", "--shard-group 4", (6, Three)).unwrap();
         assert_eq!(mesh, MeshSettings::default());
         assert!(notices[0].contains("--shard-group 4"), "{notices:?}");
     }

@@ -261,6 +261,18 @@ impl<'a> RunSources<'a> {
         steps.unwrap_or(400)
     }
 
+    /// The conditions of a run at `stage`, before its offload and its groups are known.
+    pub(crate) fn conditions(&self, ranks: usize, stage: ZeroStage, on_gpus: bool) -> Conditions {
+        Conditions {
+            ranks,
+            stage,
+            on_gpus,
+            checkpointing: self.checkpoints_activations(),
+            offloads: false,
+            shares_batches: false,
+        }
+    }
+
     /// Whether the run recomputes activations in backward.
     pub(crate) fn checkpoints_activations(&self) -> bool {
         let settings = self.settings().all;

@@ -16,7 +16,7 @@ use crate::output::{bytes, counted};
 use crate::plan::{self, CONTEXT_BYTES, Stage};
 use crate::settings::args::TrainArgs;
 use crate::settings::mesh::Shares;
-use crate::settings::sources::{Conditions, RunSources};
+use crate::settings::sources::RunSources;
 use crate::settings::stage_choice::StageChoice;
 
 /// The chosen stage.
@@ -186,14 +186,7 @@ impl Planned<'_> {
             ..*self.from
         };
         let on_gpus = self.device.is_some();
-        let run = Conditions {
-            ranks: self.ranks,
-            stage,
-            on_gpus,
-            checkpointing: from.checkpoints_activations(),
-            offloads: false,
-            shares_batches: false,
-        };
+        let run = from.conditions(self.ranks, stage, on_gpus);
         let (model, ranks) = (self.model, self.ranks);
         let mut settings = run_settings(&from, None, model, &run, &mut Vec::new())?;
         settings.grad_accum_steps = self.sizes.grad_accum();

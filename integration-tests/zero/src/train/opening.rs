@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use indicatif::HumanCount;
+use zero_optim::Masters;
 
 use super::setup::RunSetup;
 use crate::output::counted;
@@ -180,7 +181,7 @@ fn memory(lines: &mut Lines, setup: &RunSetup) {
             "the output of GELU is recomputed in backward",
         );
     }
-    if record.offload.format.remainder && !record.offload.updates_on_host() {
+    if record.offload.format.masters == Masters::Remainder && !record.offload.updates_on_host() {
         lines.add("masters", "bf16 parameters and 16-bit remainders");
     }
     if record.offload.is_any() {

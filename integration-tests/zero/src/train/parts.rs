@@ -26,7 +26,7 @@ use crate::settings::args::{MeshArgs, TrainArgs};
 use crate::settings::batch;
 use crate::settings::collectives::{self, Route};
 use crate::settings::epochs::{self, Course};
-use crate::settings::mesh::Shares;
+use crate::settings::mesh::{Shares, check_tensor_flags};
 use crate::settings::offload::resolve_folders;
 use crate::settings::record::{
     ActivationRecord, BatchRecord, CommunicationRecord, FORMAT, PROGRAM, RunRecord, SavingRecord,
@@ -398,20 +398,12 @@ pub(super) fn model_options(
 ) -> Result<ModelOptions, CliError> {
     let all = from.settings().all;
     let tensor_ranks = settings.mesh.tensor_ranks.unwrap_or(1);
-    if tensor_ranks == 1 && from.args.partition_activations == Some(true) {
-        return Err(CliError::Usage(
-            "--partition-activations divides activations among the ranks of tensor parallelism: \
-             use --tensor-parallel M, too"
-                .to_owned(),
-        ));
-    }
-    if tensor_ranks == 1 && from.args.sequence_parallel == Some(true) {
-        return Err(CliError::Usage(
-            "--sequence-parallel divides tokens among the ranks of tensor parallelism: \
-             use --tensor-parallel M, too"
-                .to_owned(),
-        ));
-    }
+    let flags = [from.args.partition_activations, from.args.sequence_parallel];
+    check_tensor_flags(
+        &settings.mesh,
+        flags.map(|flag| flag == Some(true)),
+        "ranks",
+    )?;
     // A recorded setting ends with tensor parallelism, and a key of the file does nothing without
     // it, as in DeepSpeed.
     let with_tensor = |setting: Option<bool>| tensor_ranks > 1 && setting.unwrap_or(false);

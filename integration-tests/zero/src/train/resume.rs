@@ -444,7 +444,7 @@ impl Resumed {
             let (own, config): (serde_json::Value, _) = (json(own), json(&config));
             // They matter to generation only, and older versions recorded others.
             let skips = |key: &str| ["bos_token_id", "eos_token_id"].contains(&key);
-            changes::compare("", &own, &config, &skips, &mut differences);
+            differences = changes::differences(&own, &config, &skips);
         }
 
         if differences.is_empty() {

@@ -26,7 +26,7 @@ use crate::settings::mesh::Shares;
 use crate::settings::outputs::{Output, OutputPaths};
 use crate::settings::record::{RUN_JSON, RunRecord};
 use crate::settings::samples::Samples;
-use crate::settings::sources::{Conditions, RunSources};
+use crate::settings::sources::RunSources;
 use crate::workload::{ModelWorkload, Weights};
 
 /// The settings of a run that is ready to start.
@@ -95,14 +95,7 @@ impl RunSetup {
             ..from
         };
 
-        let run = Conditions {
-            ranks,
-            stage: from.stage()?,
-            on_gpus: device.is_some(),
-            checkpointing: from.checkpoints_activations(),
-            offloads: false,
-            shares_batches: false,
-        };
+        let run = from.conditions(ranks, from.stage()?, device.is_some());
 
         let shares = Shares::new(&from.settings(), ranks)?;
         let cuts = shares.tensor > 1;
@@ -251,7 +244,9 @@ impl RunSetup {
     fn check_outputs(&mut self) -> Result<(), CliError> {
         if let Some((dir, _)) = &self.options.checkpoint {
             save_folder::check(dir, &self.options.store())?;
-            let saves = Saves::of(&self.options, self.first_step, &self.workload.config);
+            let states = self.settings.optimizer_state().kinds().count();
+            let model = &self.workload.config;
+            let saves = Saves::of(&self.options, self.first_step, model, states);
             self.notices.extend(room::check(dir, &saves)?);
         }
         for output in Output::ALL {

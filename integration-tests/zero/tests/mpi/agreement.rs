@@ -182,9 +182,9 @@ impl Run {
 
 const COMMON: [&str; 2] = ["--no-checkpoint", "--threads=1"];
 
-/// Changes on one rank: the data that they need, flags that are added or what happens to a file, and what the error
-/// names. `flip` inverts a bit where a text stands last or, without one, of the first byte; `swap` exchanges two tensors
-/// of equal shape.
+/// Changes on one rank: the data that they need, flags that are added or what happens to a file, and
+/// what the error names. `flip` inverts a bit where a text stands last or, without one, of the first
+/// byte; `swap` exchanges two tensors of equal shape.
 const CHANGES: &str = "\
 tokens | --lr 0.01                      | : --lr (optimizer.lr) is
 text   | --seed 1                       | : --seed (seed) is

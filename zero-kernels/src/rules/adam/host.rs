@@ -1,25 +1,15 @@
-//! Fused AdamW and Adam: unscale, clip, decay, moments, update and narrowing in one pass over
-//! memory.
-//!
-//! With `g` the gradient times `grad_scale`, `t` the step, all in fp32 and in this order:
-//!
-//! ```text
-//! AdamW:  w = w * (1 - lr * weight_decay)          Adam:  g = fma(weight_decay, w, g)
-//! m = fma(1 - beta1, g - m, m)
-//! v = fma((1 - beta2) * g, g, v * beta2)
-//! w = w - (lr / (1 - beta1^t)) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-//! ```
-//!
-//! This is PyTorch's order (`torch.optim.AdamW`, `lerp`, `addcmul`, `addcdiv`), including its fused
-//! multiply-adds. Sources: Kingma & Ba, arXiv 1412.6980; Loshchilov & Hutter, arXiv 1711.05101.
+//! Adam on the host: unscale, clip, decay, moments, update and narrowing in one pass over memory.
 
 use half::bf16;
 use multiversion::multiversion;
 use zero_alloc::device::DType;
 
-use super::prefetch::{blocks, prefetch};
-use super::same_len;
-use crate::{AdamHyper, Float, KernelError, StepScalars};
+use super::{AdamHyper, AdamScalars};
+use crate::check::same_len;
+use crate::host::Workers;
+use crate::host::prefetch::{blocks, prefetch};
+use crate::host::workers::Parts;
+use crate::{Float, KernelError};
 
 /// The slices of one Adam step, of equal length.
 #[derive(Debug)]
@@ -54,22 +44,36 @@ impl<'a, W, M, G, P> AdamSlices<'a, W, M, G, P> {
         Ok(n)
     }
 
-    /// The first `at` elements and the rest.
-    ///
-    /// # Panics
-    /// A slice has fewer than `at` elements.
-    pub fn split_at(self, at: usize) -> (Self, Self) {
+    /// With the parameter as another output.
+    pub(super) fn with_param_out<Q>(self, param_out: &'a mut [Q]) -> AdamSlices<'a, W, M, G, Q> {
+        let Self {
+            weights,
+            first_moment,
+            second_moment,
+            grad,
+            ..
+        } = self;
+        AdamSlices {
+            weights,
+            first_moment,
+            second_moment,
+            grad,
+            param_out: Some(param_out),
+        }
+    }
+}
+
+impl<W, M, G, P> Parts for AdamSlices<'_, W, M, G, P> {
+    fn elems(&self) -> usize {
+        self.weights.len()
+    }
+
+    fn split_at(self, at: usize) -> (Self, Self) {
         let (weights, weights_rest) = self.weights.split_at_mut(at);
         let (first_moment, first_rest) = self.first_moment.split_at_mut(at);
         let (second_moment, second_rest) = self.second_moment.split_at_mut(at);
         let (grad, grad_rest) = self.grad.split_at(at);
-        let (param_out, param_rest) = match self.param_out {
-            Some(p) => {
-                let (p, rest) = p.split_at_mut(at);
-                (Some(p), Some(rest))
-            }
-            None => (None, None),
-        };
+        let (param_out, param_rest) = self.param_out.map(|p| p.split_at_mut(at)).unzip();
 
         (
             Self {
@@ -109,18 +113,18 @@ pub(crate) struct Coefficients {
 }
 
 impl Coefficients {
-    pub(crate) fn new(scalars: &StepScalars, hyper: &AdamHyper) -> Self {
-        let c = hyper.constants();
+    pub(crate) fn new(scalars: &AdamScalars, hyper: &AdamHyper) -> Self {
+        let weight_decay = hyper.weight_decay as f32;
         Self {
             grad_scale: scalars.grad_scale,
-            keep: 1.0 - scalars.lr * c.weight_decay,
-            weight_decay: c.weight_decay,
+            keep: 1.0 - scalars.lr * weight_decay,
+            weight_decay,
             one_minus_beta1: scalars.one_minus_beta1,
             beta2: scalars.beta2,
             one_minus_beta2: scalars.one_minus_beta2,
             bias_correction2_sqrt: scalars.bias_correction2_sqrt,
             reciprocal: scalars.bias_correction2_sqrt.recip(),
-            eps: c.eps,
+            eps: hyper.eps as f32,
             step_size: scalars.step_size,
         }
     }
@@ -289,7 +293,7 @@ fn update_bf16_pairs<const DECOUPLED: bool>(
 /// The slices' lengths differ.
 pub fn adam<W: Float, M: Float, G: Float, P: Float>(
     slices: AdamSlices<'_, W, M, G, P>,
-    scalars: &StepScalars,
+    scalars: &AdamScalars,
     hyper: &AdamHyper,
 ) -> Result<(), KernelError> {
     slices.checked_len()?;
@@ -336,6 +340,22 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
     }
 
     Ok(())
+}
+
+impl Workers {
+    /// [`adam`] over these threads.
+    ///
+    /// # Errors
+    /// The slices' lengths differ.
+    pub fn adam<W: Float, M: Float, G: Float, P: Float>(
+        &self,
+        slices: AdamSlices<'_, W, M, G, P>,
+        scalars: &AdamScalars,
+        hyper: &AdamHyper,
+    ) -> Result<(), KernelError> {
+        slices.checked_len()?;
+        self.on_parts(slices, |part| adam(part, scalars, hyper))
+    }
 }
 
 /// The slice as bf16 if `T` is bf16.

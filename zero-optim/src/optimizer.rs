@@ -1,12 +1,12 @@
-//! The sharded mixed-precision AdamW of one rank.
+//! The sharded mixed-precision optimizer of one rank.
 //!
 //! Buffers, allocated from the pool for the optimizer's lifetime:
 //!
 //! | buffer | elements | purpose | when |
 //! |---|---|---|---|
-//! | first_moment, second_moment | state elements, fp32 | `Optimizer` | always |
+//! | slots of the update rule, such as first_moment | state elements, fp32 | `Optimizer` | always |
 //! | master | state elements, fp32 | `Optimizer` | bf16 and fp16 parameters; in fp32 the parameter is the master |
-//! | remainders | state elements, 16 bits | `Optimizer` | in place of `master` with [`AdamWBuilder::remainders`](crate::AdamWBuilder::remainders) |
+//! | remainders | state elements, 16 bits | `Optimizer` | in place of `master` with [`Masters::Remainder`](crate::Masters::Remainder) |
 //! | stats | 16 bytes per unit | `Workspace` | always |
 //! | stats_scratch | [`Kernels::stats_scratch_elems`] of all units | `Workspace` | on a GPU |
 //! | scalars | 32 bytes for each set of learning rate and betas | `Workspace` | always |
@@ -17,7 +17,7 @@
 //! anywhere in device memory.
 //!
 //! Why fp32 training has no separate masters: the parameter, or its shard, is the master. The
-//! optimizer then keeps 8 bytes a parameter in place of 12, and parameters, gradients and state are
+//! optimizer then keeps 8 bytes a parameter of Adam in place of 12, and parameters, gradients and state are
 //! 16 bytes a parameter in either case.
 
 use std::borrow::Borrow;
@@ -34,9 +34,9 @@ use zero_kernels::{GradStats, Kernels, RankStats, StepScalars};
 use crate::controller::{Divisor, OptimizerConfig, Progress, StepController, StepOutcome};
 use crate::device_steps::DeviceSteps;
 use crate::groups::{Piece, Resolved};
-use crate::pieces::{Access, Masters, Pieces, remainder_bytes, view};
+use crate::pieces::{Access, Array, MasterSlice, Pieces, remainder_bytes, view};
 use crate::segments::{Segment, UnitSlices};
-use crate::{OptimError, StateKind};
+use crate::{OptimError, StateFormat, StateKind};
 
 /// The gathered statistics of a step.
 #[derive(Clone, Copy, Debug)]
@@ -55,7 +55,7 @@ impl<'a> GatheredStats<'a> {
     }
 }
 
-/// This rank's inputs of [`ShardedAdamW::step_with`].
+/// This rank's inputs of [`ShardedOptimizer::step_with`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct StepInputs {
@@ -79,13 +79,14 @@ impl StepInputs {
 }
 zero_alloc::setters!(StepInputs { flags: u64 });
 
-/// AdamW over this rank's part of the state. A call on another stream than the last call's makes
+/// An update rule over this rank's part of the state. A call on another stream than the last call's makes
 /// that stream wait for the optimizer's earlier work.
-pub struct ShardedAdamW<D: Device> {
+pub struct ShardedOptimizer<D: Device> {
     pub(crate) device: D,
     pub(crate) kernels: Arc<dyn Kernels<D>>,
     pub(crate) controller: StepController,
     pub(crate) param_dtype: DType,
+    pub(crate) format: StateFormat,
     pub(crate) segments: Vec<Segment>,
     pub(crate) groups: Resolved,
     pub(crate) names: Vec<String>,
@@ -101,9 +102,9 @@ pub struct ShardedAdamW<D: Device> {
     pub(crate) stream: D::Stream,
 }
 
-impl<D: Device> fmt::Debug for ShardedAdamW<D> {
+impl<D: Device> fmt::Debug for ShardedOptimizer<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ShardedAdamW")
+        f.debug_struct("ShardedOptimizer")
             .field("param_dtype", &self.param_dtype)
             .field("segments", &self.segments)
             .field("controller", &self.controller)
@@ -111,7 +112,7 @@ impl<D: Device> fmt::Debug for ShardedAdamW<D> {
     }
 }
 
-impl<D: Device> ShardedAdamW<D> {
+impl<D: Device> ShardedOptimizer<D> {
     /// Orders `stream` behind the optimizer's work on other streams, and makes it the stream of the
     /// last launch.
     pub(crate) fn enter(&mut self, stream: &D::Stream) -> Result<(), DeviceError> {
@@ -220,7 +221,7 @@ impl<D: Device> ShardedAdamW<D> {
         self.check_state()?;
         let access = match to_masters {
             true => Access::Update { seed: None },
-            false => Access::Read(StateKind::Master),
+            false => Access::Read(Array::Masters),
         };
 
         for &(slice, at) in slices {
@@ -231,8 +232,8 @@ impl<D: Device> ShardedAdamW<D> {
                     let (of_range, of_piece) = held.piece.overlap(&range);
                     let weights = slice.slice(of_range);
                     match held.piece.masters {
-                        Masters::Params => {}
-                        Masters::Fp32(masters) => {
+                        MasterSlice::Params => {}
+                        MasterSlice::Fp32(masters) => {
                             let masters = masters.slice(of_piece).erase();
                             let (from, to) = match to_masters {
                                 true => (weights, masters),
@@ -240,11 +241,11 @@ impl<D: Device> ShardedAdamW<D> {
                             };
                             self.kernels.cast(stream, from, to, 1.0)?;
                         }
-                        Masters::Remainders(_) if weights.dtype() != DType::Bf16 => {
+                        MasterSlice::Remainders(_) if weights.dtype() != DType::Bf16 => {
                             let dtype = weights.dtype();
                             return Err(OptimError::Remainders { dtype });
                         }
-                        Masters::Remainders(remainders) => {
+                        MasterSlice::Remainders(remainders) => {
                             let bytes = remainder_bytes(remainders.slice(of_piece));
                             self.device.fill_zero(stream, bytes)?;
                         }
@@ -295,9 +296,9 @@ impl<D: Device> ShardedAdamW<D> {
     ///
     /// ```compile_fail,E0277
     /// # use zero_alloc::{device::{AnySlice, Device}, host::HostDevice};
-    /// # use zero_optim::{OptimError, ShardedAdamW};
+    /// # use zero_optim::{OptimError, ShardedOptimizer};
     /// # type Stream = <HostDevice as Device>::Stream;
-    /// fn stats(optim: &mut ShardedAdamW<HostDevice>, compute: &Stream, grad: AnySlice) -> Result<(), OptimError> {
+    /// fn stats(optim: &mut ShardedOptimizer<HostDevice>, compute: &Stream, grad: AnySlice) -> Result<(), OptimError> {
     ///     optim.enqueue_stats(compute, &[grad])
     /// }
     /// ```
@@ -306,10 +307,10 @@ impl<D: Device> ShardedAdamW<D> {
     ///
     /// ```
     /// # use zero_alloc::{device::{Device, Reduced}, host::HostDevice};
-    /// # use zero_optim::{OptimError, ShardedAdamW};
+    /// # use zero_optim::{OptimError, ShardedOptimizer};
     /// # type Stream = <HostDevice as Device>::Stream;
     /// # type Grad = Reduced<HostDevice>;
-    /// fn stats(optim: &mut ShardedAdamW<HostDevice>, compute: &Stream, grad: &Grad) -> Result<(), OptimError> {
+    /// fn stats(optim: &mut ShardedOptimizer<HostDevice>, compute: &Stream, grad: &Grad) -> Result<(), OptimError> {
     ///     optim.enqueue_stats(compute, &[grad])
     /// }
     /// ```
@@ -422,7 +423,7 @@ impl<D: Device> ShardedAdamW<D> {
         let controller = self.controller.clone();
         let outcome = self.decide(stream, gathered, limit)?;
         if !outcome.is_skipped() {
-            self.enqueue_adam(stream, units)
+            self.enqueue_updates(stream, units.iter().enumerate())
                 .inspect_err(|_| self.controller = controller)?;
         }
         Ok(outcome)
@@ -527,11 +528,23 @@ impl<D: Device> ShardedAdamW<D> {
     /// the optimizer is dropped, or [`Self::record_use`] records them.
     pub unsafe fn state(&self, kind: StateKind) -> Option<DeviceSlice<f32>> {
         let all = self.state.in_blocks(0..self.groups.state_elems)?;
-        match (kind, all.masters) {
-            (StateKind::Master, Masters::Fp32(masters)) => Some(masters),
-            (StateKind::Master, _) => None,
-            (StateKind::FirstMoment, _) => Some(all.first_moment),
-            (StateKind::SecondMoment, _) => Some(all.second_moment),
+        match (self.array(kind)?, all.masters) {
+            (Array::Slot(nth), _) => Some(all.slots[nth]),
+            (Array::Masters, MasterSlice::Fp32(masters)) => Some(masters),
+            (Array::Masters, _) => None,
+        }
+    }
+
+    /// The kinds of state, in the order in which checkpoints have them.
+    pub fn kinds(&self) -> Vec<StateKind> {
+        self.state.arrays().kinds().collect()
+    }
+
+    /// The array of this kind; `None` if the rules have no such slot.
+    pub(crate) fn array(&self, kind: StateKind) -> Option<Array> {
+        match kind {
+            StateKind::Master => Some(Array::Masters),
+            StateKind::Slot(name) => self.state.arrays().slot(name).map(Array::Slot),
         }
     }
 
@@ -556,7 +569,7 @@ impl<D: Device> ShardedAdamW<D> {
         self.controller.progress()
     }
 
-    /// Restores the progress of a checkpoint. [`Self::write_state`] writes masters and moments.
+    /// Restores the progress of a checkpoint. [`Self::write_state`] writes masters and slots.
     /// Before further device steps call [`Self::prepare_device_steps`] again.
     ///
     /// # Errors
@@ -679,7 +692,7 @@ impl<D: Device> ShardedAdamW<D> {
     }
 }
 
-impl<D: Device> Drop for ShardedAdamW<D> {
+impl<D: Device> Drop for ShardedOptimizer<D> {
     fn drop(&mut self) {
         self.free_device_steps();
         for block in

@@ -1,32 +1,15 @@
-//! Weights as a bf16 parameter and a 16-bit remainder, together exactly fp32: no separate master.
-//!
-//! `bits(w) = (bits(parameter) << 16) + remainder` with a signed remainder. So the parameter is `w`
-//! rounded to nearest, ties away from zero (ties to even could not be inverted), and no bit is
-//! lost. A NaN becomes the canonical NaN. CUDA version: cuda/adam_remainder.cu.
+//! Adam on weights that are a bf16 parameter and a 16-bit remainder, together exactly fp32: no
+//! separate master. The format is [`Codec::Remainders`](crate::Codec::Remainder).
 
 use half::bf16;
 use multiversion::multiversion;
 
-use super::adam::{Coefficients, element};
-use super::prefetch::{blocks, prefetch};
-use super::same_len;
-use crate::{AdamHyper, Float, KernelError, StepScalars};
-
-/// The parameter and remainder of `w`.
-#[inline(always)]
-pub fn split(w: f32) -> (bf16, i16) {
-    let bits = if w.is_nan() { 0x7fc0_0000 } else { w.to_bits() };
-    (
-        bf16::from_bits((bits.wrapping_add(0x8000) >> 16) as u16),
-        bits as u16 as i16,
-    )
-}
-
-/// The weight with this parameter and remainder.
-#[inline(always)]
-pub fn join(param: bf16, remainder: i16) -> f32 {
-    f32::from_bits((u32::from(param.to_bits()) << 16).wrapping_add(i32::from(remainder) as u32))
-}
+use super::host::{Coefficients, element};
+use super::{AdamHyper, AdamScalars};
+use crate::check::same_len;
+use crate::codec::{join, split};
+use crate::host::prefetch::{blocks, prefetch};
+use crate::{Float, KernelError};
 
 /// The slices of one Adam step in this format, of equal length.
 #[derive(Debug)]
@@ -50,7 +33,7 @@ pub struct RemainderSlices<'a, G> {
 /// The slices' lengths differ.
 pub fn adam_remainder<G: Float>(
     slices: RemainderSlices<'_, G>,
-    scalars: &StepScalars,
+    scalars: &AdamScalars,
     hyper: &AdamHyper,
 ) -> Result<(), KernelError> {
     let RemainderSlices {
