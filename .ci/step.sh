@@ -6,8 +6,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export CI=true CARGO_INCREMENTAL=0 CARGO_TERM_COLOR="${CARGO_TERM_COLOR:-never}"
 # `cargo build` and `cargo test` share what they build: tests have no debug information.
 export CARGO_PROFILE_DEV_DEBUG=0
-# Optimisation between the codegen units of a crate takes a fifth of a release build, too.
-export CARGO_PROFILE_RELEASE_LTO=off
 exec </dev/null
 
 step_name=$(basename "$0")

@@ -3,10 +3,11 @@
 
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice};
 
-use crate::step::RankStats;
-use crate::{
-    AdvanceArgs, Codec, GradStats, KernelError, Segments, UpdateArgs, UpdateRule, Weights,
-};
+use crate::codec::Codec;
+use crate::error::KernelError;
+use crate::kernels::{AdvanceArgs, Segments};
+use crate::rule::{UpdateArgs, UpdateRule, Weights};
+use crate::step::{GradStats, RankStats};
 
 pub(crate) fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
     if expected == got {

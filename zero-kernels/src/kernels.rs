@@ -1,91 +1,15 @@
-//! The trait [`Kernels`], its arguments and its errors. Each operation is enqueued on an explicit
+//! The trait [`Kernels`], and its arguments. Each operation is enqueued on an explicit
 //! stream; the call returns before it runs.
 
 use std::sync::Arc;
 
-use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceSlice};
+use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
-use crate::rule::{StepScalars, UpdateArgs, UpdateRule};
-use crate::step::{RankStats, StepConfig, StepRates, StepRecord, StepState};
-
-/// An error that kept an operation from being enqueued.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "the messages name the fields")]
-pub enum KernelError {
-    /// Arguments have different lengths.
-    #[error("{what}: expected {expected} elements, got {got}")]
-    LengthMismatch {
-        /// The operation and argument.
-        what: &'static str,
-        expected: usize,
-        /// Elements of the argument.
-        got: usize,
-    },
-    /// The operation is not defined for this dtype.
-    #[error("{what}: {dtype} is not supported; use fp32, bf16 or fp16")]
-    Unsupported {
-        /// The operation and argument.
-        what: &'static str,
-        dtype: zero_alloc::device::DType,
-    },
-    /// A slice does not start at a multiple of its element's size.
-    #[error("{what}: address {address:#x} is not a multiple of {align_bytes} bytes")]
-    Misaligned {
-        /// The operation and argument.
-        what: &'static str,
-        /// The slice's first byte.
-        address: usize,
-        /// The alignment of an element.
-        align_bytes: usize,
-    },
-    /// A written slice shares memory with another argument.
-    #[error("{first} and {second} overlap")]
-    Overlap {
-        /// The operation and the written argument.
-        first: &'static str,
-        /// The other argument.
-        second: &'static str,
-    },
-    /// A part of a unit starts before the end of the one before it.
-    #[error(
-        "pack: part {index} starts before the end of the part before it; pass parts in ascending order"
-    )]
-    PartOrder {
-        /// Position of the part.
-        index: usize,
-    },
-    /// The host's threads could not be started.
-    #[error("failed to start {threads} threads: {message}")]
-    Threads { threads: usize, message: String },
-    /// The rule has no CUDA kernel for these dtypes.
-    #[error(
-        "the update rule {rule} has no CUDA kernel for a gradient of {grad}: train on the host, or add the kernel"
-    )]
-    NoKernel {
-        /// The rule's name.
-        rule: &'static str,
-        grad: zero_alloc::device::DType,
-    },
-    /// A CUDA kernel could not be compiled.
-    #[cfg(feature = "cuda")]
-    #[error(transparent)]
-    Cuda(#[from] crate::cuda::CudaError),
-    /// The stream or device failed.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-}
-
-/// Sum of squares and non-finite count of a gradient. The gradient is still scaled and summed over
-/// ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub struct GradStats {
-    /// Sum of squares of the finite elements, in fp64, in an order fixed by the length alone.
-    pub sum_sq: f64,
-    /// Elements that are infinite or NaN.
-    pub nonfinite: u64,
-}
+use crate::error::KernelError;
+use crate::rule::{UpdateArgs, UpdateRule};
+use crate::step::{
+    GradStats, RankStats, StepConfig, StepRates, StepRecord, StepScalars, StepState,
+};
 
 /// The arguments of [`Kernels::advance_step`], all in device memory.
 #[derive(Clone, Copy, Debug)]

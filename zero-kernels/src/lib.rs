@@ -4,20 +4,25 @@ mod check;
 mod codec;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod error;
 mod float;
 pub mod host;
 mod kernels;
 pub mod reference;
 mod rule;
-mod rules;
+pub mod rules;
 pub mod step;
+mod transcode;
 
-pub use codec::{Codec, Rounding};
+pub use codec::{Codec, join, split};
+pub use error::KernelError;
 pub use float::Float;
-pub use kernels::{AdvanceArgs, GradStats, KernelError, Kernels, Segments};
+pub use kernels::{AdvanceArgs, Kernels, Segments};
 pub use rule::{
-    CudaKernel, Grain, RULE_SCALARS, SettingError, Slot, StepPoint, StepScalars, UpdateArgs,
-    UpdateForm, UpdateRule, Weights, WeightsForm,
+    CudaKernel, Grain, SettingError, Slot, StepPoint, UpdateArgs, UpdateForm, UpdateRule, Weights,
+    WeightsForm,
 };
+pub use rules::adam;
 pub use rules::adam::{AdamHyper, AdamScalars};
-pub use step::RankStats;
+pub use step::{GradStats, RULE_SCALARS, RankStats, StepScalars};
+pub use transcode::Rounding;

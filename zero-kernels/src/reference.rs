@@ -4,8 +4,8 @@
 use half::{bf16, f16};
 use zero_alloc::device::DType;
 
+use crate::adam::AdamSlices;
 use crate::check::same_len;
-use crate::host::AdamSlices;
 use crate::{AdamHyper, AdamScalars, Float, GradStats, KernelError, Segments};
 
 fn widen<T: Float>(x: T) -> f32 {
@@ -27,7 +27,7 @@ fn narrow<T: Float>(x: f32) -> T {
     }
 }
 
-/// See [`crate::host::adam`]: PyTorch's AdamW and Adam, element by element.
+/// See [`crate::adam::adam`]: PyTorch's AdamW and Adam, element by element.
 ///
 /// # Errors
 /// The slices' lengths differ.

@@ -13,15 +13,15 @@
 //! [`CudaKernel::new`]'s constants; `Span`.
 
 use std::fmt;
+use std::ops::Range;
 
 use half::bf16;
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
-use crate::host::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};
-use crate::{Codec, KernelError};
-
-/// Scalars of a step that a rule computes.
-pub const RULE_SCALARS: usize = 6;
+use crate::codec::Codec;
+use crate::error::KernelError;
+use crate::host::update::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};
+use crate::step::{RULE_SCALARS, StepScalars};
 
 /// An array of state that a rule keeps, with an element for each weight. It starts at 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,37 +54,6 @@ pub struct StepPoint {
     /// The decay rates of a schedule that cycles them, or of a parameter group; `None`: the rule's
     /// own.
     pub betas: Option<[f64; 2]>,
-}
-
-/// The scalars of a step's launches. They are in device memory, so that a step needs no host wait.
-#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub struct StepScalars {
-    /// Factor of every gradient: clip / (loss_scale x ranks x micro-batches).
-    pub grad_scale: f32,
-    /// [`UpdateRule::scalars`].
-    pub of_rule: [f32; RULE_SCALARS],
-    /// Nonzero if the step is skipped: the launches write nothing.
-    pub skip: u32,
-}
-
-impl StepScalars {
-    /// The scalars of a step that is not skipped.
-    pub fn new(grad_scale: f64, of_rule: [f32; RULE_SCALARS]) -> Self {
-        Self {
-            grad_scale: grad_scale as f32,
-            of_rule,
-            skip: 0,
-        }
-    }
-
-    /// The scalars of a skipped step.
-    pub fn skipped() -> Self {
-        Self {
-            skip: 1,
-            ..Self::default()
-        }
-    }
 }
 
 /// A setting of a rule that is outside its range.
@@ -264,6 +233,30 @@ impl UpdateArgs {
             },
             slots: self.slots.len(),
             grad: self.grad.dtype(),
+        }
+    }
+
+    /// The arguments of a part of the elements.
+    pub(crate) fn slice(&self, range: Range<usize>) -> Self {
+        let part = |slice: AnySlice| slice.slice(range.clone());
+        Self {
+            weights: match self.weights {
+                Weights::Fp32 { master, param_out } => Weights::Fp32 {
+                    master: master.slice(range.clone()),
+                    param_out: param_out.map(part),
+                },
+                Weights::Remainder { param, remainder } => Weights::Remainder {
+                    param: param.slice(range.clone()),
+                    remainder: remainder.slice(range.clone()),
+                },
+            },
+            slots: self
+                .slots
+                .iter()
+                .map(|slot| slot.slice(range.clone()))
+                .collect(),
+            grad: part(self.grad),
+            ..*self
         }
     }
 

@@ -28,8 +28,50 @@
 //! The scale changes only here, after the gradients that used it were applied. DeepSpeed #2686 was
 //! a scale that changed between backward and step.
 
-use crate::GradStats;
-use crate::rule::{RULE_SCALARS, StepScalars};
+/// Scalars of a step that a rule computes.
+pub const RULE_SCALARS: usize = 6;
+
+/// Sum of squares and non-finite count of a gradient. The gradient is still scaled and summed over
+/// ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct GradStats {
+    /// Sum of squares of the finite elements, in fp64, in an order fixed by the length alone.
+    pub sum_sq: f64,
+    /// Elements that are infinite or NaN.
+    pub nonfinite: u64,
+}
+
+/// The scalars of a step's launches. They are in device memory, so that a step needs no host wait.
+#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct StepScalars {
+    /// Factor of every gradient: clip / (loss_scale x ranks x micro-batches).
+    pub grad_scale: f32,
+    /// [`UpdateRule::scalars`](crate::UpdateRule::scalars).
+    pub of_rule: [f32; RULE_SCALARS],
+    /// Nonzero if the step is skipped: the launches write nothing.
+    pub skip: u32,
+}
+
+impl StepScalars {
+    /// The scalars of a step that is not skipped.
+    pub fn new(grad_scale: f64, of_rule: [f32; RULE_SCALARS]) -> Self {
+        Self {
+            grad_scale: grad_scale as f32,
+            of_rule,
+            skip: 0,
+        }
+    }
+
+    /// The scalars of a skipped step.
+    pub fn skipped() -> Self {
+        Self {
+            skip: 1,
+            ..Self::default()
+        }
+    }
+}
 
 /// A rank's contribution to a step: gradient statistics of its shards, loss and flags. Plain bytes
 /// for an all-gather.

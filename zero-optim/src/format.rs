@@ -10,22 +10,14 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use half::bf16;
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::SwapOptions;
 use zero_kernels::{Codec, Slot, UpdateRule};
 
-use crate::StateKind;
-use crate::groups::Resolved;
-
-/// Elements of a piece if the settings have no sub-groups: 12 MB of masters and moments, which the
-/// caches of a CPU hold from the read to the write. Four times as many are updated 1.15 times
-/// slower.
-const PIECE_ELEMS: usize = 1 << 20;
 /// Lengths and offsets of pieces in bytes are multiples of this one.
-const PIECE_ALIGN_BYTES: usize = 4096;
+pub(crate) const PIECE_ALIGN_BYTES: usize = 4096;
 /// The parts of a piece start at multiples of this one.
 const PART_ALIGN_BYTES: usize = 64;
 
@@ -169,6 +161,25 @@ impl From<StateFormat> for Recorded {
     }
 }
 
+/// A kind of optimizer state; each is fp32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum StateKind {
+    /// The fp32 weights of bf16 or fp16 parameters.
+    Master,
+    /// The slot of an update rule with this name, such as `first_moment`.
+    Slot(&'static str),
+}
+
+impl StateKind {
+    /// The name in a checkpoint: `master`, or that of the slot.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Master => "master",
+            Self::Slot(name) => name,
+        }
+    }
+}
+
 /// The arrays of an optimizer's state: the masters, and the slots of its update rules. Every formula
 /// of their memory asks them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -259,29 +270,6 @@ pub(crate) struct Parts {
     pub(crate) slots: Vec<Range<usize>>,
     /// Bytes of the piece.
     pub(crate) bytes: usize,
-}
-
-/// The ranges of the state storage that are pieces, in order.
-pub(crate) fn cut(groups: &Resolved, sub_group_elems: usize) -> Vec<Range<usize>> {
-    let most = if sub_group_elems == usize::MAX {
-        PIECE_ELEMS
-    } else {
-        sub_group_elems.clamp(1, usize::MAX / 2)
-    };
-    // A multiple of 2048 elements, so that full pieces have no padding.
-    let most = most.next_multiple_of(PIECE_ALIGN_BYTES / size_of::<bf16>());
-
-    let mut pieces = Vec::new();
-    for unit in &groups.pieces {
-        let mut states = unit.iter().filter_map(|piece| piece.state.as_ref());
-        let Some(first) = states.next() else { continue };
-        let start = first.start;
-        let end = states.next_back().unwrap_or(first).end;
-        for start in (start..end).step_by(most) {
-            pieces.push(start..end.min(start.saturating_add(most)));
-        }
-    }
-    pieces
 }
 
 #[cfg(test)]

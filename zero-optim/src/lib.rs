@@ -31,7 +31,7 @@ pub use controller::{
 };
 pub use device_steps::{DeviceStepConfig, RankStatsSlices};
 pub use error::OptimError;
-pub use format::{Masters, Moments, StateArrays, StateFormat, StateHome};
+pub use format::{Masters, Moments, StateArrays, StateFormat, StateHome, StateKind};
 pub use groups::{GroupRules, GroupRun, ParamGroups, Piece};
 pub use loss_scale::{DynamicScaling, LossScalerState, LossScaling};
 pub use optimizer::{GatheredStats, ShardedOptimizer, StepInputs};
@@ -40,5 +40,5 @@ pub use schedule::{
     WarmupType,
 };
 pub use segments::{Segment, UnitSlices};
-pub use state::{StateKind, StateRange};
+pub use state::StateRange;
 pub use zero_kernels::RankStats;

@@ -29,8 +29,13 @@ use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::{Codec, Kernels, Rounding};
 
 use crate::OptimError;
-use crate::format::{StateArrays, StateHome, cut};
+use crate::format::{PIECE_ALIGN_BYTES, StateArrays, StateHome};
 use crate::groups::Resolved;
+
+/// Elements of a piece if the settings have no sub-groups: 12 MB of masters and moments, which the
+/// caches of a CPU hold from the read to the write. Four times as many are updated 1.15 times
+/// slower.
+const PIECE_ELEMS: usize = 1 << 20;
 
 /// An array of the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -387,6 +392,29 @@ impl Pieces<HostDevice> {
             decoded,
         })
     }
+}
+
+/// The ranges of the state storage that are pieces, in order.
+fn cut(groups: &Resolved, sub_group_elems: usize) -> Vec<Range<usize>> {
+    let most = if sub_group_elems == usize::MAX {
+        PIECE_ELEMS
+    } else {
+        sub_group_elems.clamp(1, usize::MAX / 2)
+    };
+    // A multiple of 2048 elements, so that full pieces have no padding.
+    let most = most.next_multiple_of(PIECE_ALIGN_BYTES / size_of::<u16>());
+
+    let mut pieces = Vec::new();
+    for unit in &groups.pieces {
+        let mut states = unit.iter().filter_map(|piece| piece.state.as_ref());
+        let Some(first) = states.next() else { continue };
+        let start = first.start;
+        let end = states.next_back().unwrap_or(first).end;
+        for start in (start..end).step_by(most) {
+            pieces.push(start..end.min(start.saturating_add(most)));
+        }
+    }
+    pieces
 }
 
 /// A piece of a file in a buffer.

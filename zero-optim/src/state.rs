@@ -1,33 +1,15 @@
-//! The kinds of optimizer state, and host access to ranges of them.
+//! Host access to ranges of the state.
 
 use std::ops::Range;
 use std::time::Duration;
 
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice};
-use zero_kernels::host::{join, split};
+use zero_kernels::{join, split};
 
+use crate::format::StateKind;
 use crate::pieces::{Access, Array, MasterSlice, remainder_bytes};
 use crate::{OptimError, ShardedOptimizer};
-
-/// A kind of optimizer state; each is fp32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum StateKind {
-    /// The fp32 weights of bf16 or fp16 parameters.
-    Master,
-    /// The slot of an update rule with this name, such as `first_moment`.
-    Slot(&'static str),
-}
-
-impl StateKind {
-    /// The name in a checkpoint: `master`, or that of the slot.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Master => "master",
-            Self::Slot(name) => name,
-        }
-    }
-}
 
 /// A range of a unit's state of one kind.
 #[derive(Clone, Debug, PartialEq, Eq)]

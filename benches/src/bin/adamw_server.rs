@@ -11,7 +11,8 @@ use std::io::{BufRead, Write};
 use std::time::Instant;
 
 use half::bf16;
-use zero_kernels::host::{AdamSlices, Workers};
+use zero_kernels::adam::AdamSlices;
+use zero_kernels::host::Workers;
 use zero_kernels::{AdamHyper, AdamScalars, Float};
 
 type AnyError = Box<dyn std::error::Error>;

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use serde_json::Value;
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
-use zero_kernels::host::AdamSlices;
+use zero_kernels::adam::AdamSlices;
 use zero_kernels::{AdamHyper, AdamScalars, reference};
 use zero_models::llama::config::{Family, LlamaConfig};
 use zero_models::llama::rope::{Rope, Scaling, Yarn};

@@ -7,7 +7,7 @@ use half::bf16;
 use serde_json::Value;
 use zero_alloc::Purpose;
 use zero_alloc::device::{DType, Device, DeviceError};
-use zero_kernels::host::AdamSlices;
+use zero_kernels::adam::AdamSlices;
 use zero_kernels::{AdamHyper, AdamScalars, reference};
 use zero_models::gpt2;
 use zero_models::gpt2::config::GptConfig;

@@ -356,9 +356,6 @@ fn of((layout, shard): (&Layout, u64), unit: usize) -> Range<u64> {
     layout.units()[unit].shard(shard)
 }
 
-/// Consecutive ranges of the elements that a rank has of a unit.
-pub(crate) type Parts = Vec<Range<usize>>;
-
 /// Fills a buffer with the weights of a range.
 pub(crate) type Fill<'a> = &'a mut dyn FnMut(Range<usize>, &mut Vec<f32>) -> Result<(), TrainError>;
 

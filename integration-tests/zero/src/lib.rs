@@ -6,7 +6,7 @@
 //!  memory |               what a rank needs, and what this machine has
 //!    settings             the settings of a run: flags, configuration, run.json
 //!      config  workload   DeepSpeed's file; a model and its data for the trainer
-//!               data      texts and tokens; codec, a prompt's text to tokens and back
+//!               codec     a prompt's text to tokens and back; data is of the crate zero-data
 //! launcher                one process a rank
 //! flags  output  error    shared by all
 //! ```

@@ -418,6 +418,7 @@ impl Open {
         };
         Some(Message::Progress { context, progress })
     }
+
     /// Removes the operations that have ended. Returns the oldest collective in flight if it
     /// exceeds `limit`.
     pub(super) fn check(

@@ -87,9 +87,11 @@ unsafe impl Kernels<HostDevice> for HostKernels {
             if scalars.skip != 0 {
                 return Ok(());
             }
-            // SAFETY: as above, and `check` found what is written disjoint from all others.
-            let slices = unsafe { args.as_host(scalars) }.map_err(failed)?;
-            let updated = workers.on_parts(slices, |part| rule.update(part));
+            let updated = workers.on_ranges(args.elems(), |range| {
+                // SAFETY: as above, `check` found what is written disjoint from all others, and
+                // ranges do not overlap.
+                rule.update(unsafe { args.slice(range).as_host(scalars) }?)
+            });
             updated.map_err(failed)
         })?;
         Ok(())

@@ -17,19 +17,15 @@ mod grad_stats;
 mod launch;
 mod pack;
 pub(crate) mod prefetch;
-mod update;
+pub(crate) mod update;
 pub(crate) mod workers;
 
 pub use accumulate::accumulate;
 pub use cast::cast;
 pub use grad_stats::grad_stats;
 pub use launch::HostKernels;
-pub(crate) use update::with_floats;
 pub use update::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};
-pub use workers::{Parts, Workers};
-
-pub use crate::codec::{join, split};
-pub use crate::rules::adam::{AdamSlices, RemainderSlices, adam, adam_remainder};
+pub use workers::Workers;
 
 /// The constants of the summation order of [`grad_stats`], shared with its kernel.
 #[cfg(feature = "cuda")]

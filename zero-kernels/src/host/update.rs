@@ -3,8 +3,10 @@
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType};
 
-use super::workers::Parts;
-use crate::{Float, KernelError, StepScalars};
+use crate::codec::{join, split};
+use crate::error::KernelError;
+use crate::float::Float;
+use crate::step::StepScalars;
 
 /// The arguments of an update on the host; all slices have the same length.
 #[derive(Debug)]
@@ -88,14 +90,6 @@ impl FloatSlice<'_> {
             dtype => return Err(unsupported("update: grad", dtype)),
         })
     }
-
-    fn split_at(self, at: usize) -> (Self, Self) {
-        match self {
-            Self::F32(x) => (Self::F32(&x[..at]), Self::F32(&x[at..])),
-            Self::Bf16(x) => (Self::Bf16(&x[..at]), Self::Bf16(&x[at..])),
-            Self::F16(x) => (Self::F16(&x[..at]), Self::F16(&x[at..])),
-        }
-    }
 }
 
 impl FloatSliceMut<'_> {
@@ -111,23 +105,6 @@ impl FloatSliceMut<'_> {
             DType::F16 => Self::F16(unsafe { slice.typed()?.as_host_mut() }),
             dtype => return Err(unsupported("update: param_out", dtype)),
         })
-    }
-
-    fn split_at(self, at: usize) -> (Self, Self) {
-        match self {
-            Self::F32(x) => {
-                let (a, b) = x.split_at_mut(at);
-                (Self::F32(a), Self::F32(b))
-            }
-            Self::Bf16(x) => {
-                let (a, b) = x.split_at_mut(at);
-                (Self::Bf16(a), Self::Bf16(b))
-            }
-            Self::F16(x) => {
-                let (a, b) = x.split_at_mut(at);
-                (Self::F16(a), Self::F16(b))
-            }
-        }
     }
 }
 
@@ -152,7 +129,7 @@ impl UpdateSlices<'_> {
     pub fn weight(&self, i: usize) -> f32 {
         match &self.weights {
             WeightSlices::Fp32 { master, .. } => master[i],
-            WeightSlices::Remainder { param, remainder } => super::join(param[i], remainder[i]),
+            WeightSlices::Remainder { param, remainder } => join(param[i], remainder[i]),
         }
     }
 
@@ -169,59 +146,8 @@ impl UpdateSlices<'_> {
                 }
             }
             WeightSlices::Remainder { param, remainder } => {
-                (param[i], remainder[i]) = super::split(weight);
+                (param[i], remainder[i]) = split(weight);
             }
         }
-    }
-}
-
-impl Parts for UpdateSlices<'_> {
-    fn elems(&self) -> usize {
-        match &self.weights {
-            WeightSlices::Fp32 { master, .. } => master.len(),
-            WeightSlices::Remainder { param, .. } => param.len(),
-        }
-    }
-
-    fn split_at(self, at: usize) -> (Self, Self) {
-        let (weights, weights_rest) = match self.weights {
-            WeightSlices::Fp32 { master, param_out } => {
-                let (master, master_rest) = master.split_at_mut(at);
-                let (param_out, param_rest) = param_out.map(|p| p.split_at(at)).unzip();
-                (
-                    WeightSlices::Fp32 { master, param_out },
-                    WeightSlices::Fp32 {
-                        master: master_rest,
-                        param_out: param_rest,
-                    },
-                )
-            }
-            WeightSlices::Remainder { param, remainder } => {
-                let (param, param_rest) = param.split_at_mut(at);
-                let (remainder, remainder_rest) = remainder.split_at_mut(at);
-                (
-                    WeightSlices::Remainder { param, remainder },
-                    WeightSlices::Remainder {
-                        param: param_rest,
-                        remainder: remainder_rest,
-                    },
-                )
-            }
-        };
-
-        let slots = self.slots.into_iter();
-        let (slots, slots_rest) = slots.map(|slot| slot.split_at_mut(at)).unzip();
-        let (grad, grad_rest) = self.grad.split_at(at);
-        let part = |weights, slots, grad| Self {
-            weights,
-            slots,
-            grad,
-            scalars: self.scalars,
-            weight_decay: self.weight_decay,
-        };
-        (
-            part(weights, slots, grad),
-            part(weights_rest, slots_rest, grad_rest),
-        )
     }
 }

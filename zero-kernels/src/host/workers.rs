@@ -1,5 +1,6 @@
 //! Updates, cast, accumulate and grad_stats split over threads. Results do not depend on the split.
 
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use super::grad_stats::{CHUNK_ELEMS, chunk, combine};
@@ -13,18 +14,6 @@ const MIN_PART_ELEMS: usize = 32 * 1024;
 const MOST_THREADS: usize = 4096;
 
 const PARTS_PER_THREAD: usize = 8;
-
-/// Slices of the same length that threads share.
-pub trait Parts: Sized {
-    /// Elements of each slice.
-    fn elems(&self) -> usize;
-
-    /// The first `at` elements and the rest.
-    ///
-    /// # Panics
-    /// A slice has fewer than `at` elements.
-    fn split_at(self, at: usize) -> (Self, Self);
-}
 
 /// A fixed number of threads. A clone is another handle of the same threads.
 #[derive(Clone, Debug)]
@@ -67,7 +56,7 @@ impl Workers {
     /// The length of each part of a range of `len` elements: a multiple of the chunk length, or at
     /// least `len` if one thread is enough. Each thread gets several parts, so that a preempted
     /// thread delays the others only briefly.
-    fn part_elems(&self, len: usize) -> usize {
+    pub(crate) fn part_elems(&self, len: usize) -> usize {
         match self.threads() {
             1 => len.max(1),
             threads => len
@@ -78,7 +67,11 @@ impl Workers {
     }
 
     /// Runs `work` on every part, in any order, and waits until all are done.
-    fn each<P: Send>(&self, parts: impl IntoIterator<Item = P>, work: impl Fn(P) + Sync) {
+    pub(crate) fn each<P: Send>(
+        &self,
+        parts: impl IntoIterator<Item = P>,
+        work: impl Fn(P) + Sync,
+    ) {
         match &self.pool {
             None => parts.into_iter().for_each(work),
             Some(pool) => {
@@ -91,30 +84,20 @@ impl Workers {
         }
     }
 
-    /// Runs `work` on parts of `slices`, and waits until all are done.
-    pub(crate) fn on_parts<S: Parts + Send>(
+    /// Runs `work` on the parts of `elems` elements, and waits until all are done.
+    pub(crate) fn on_ranges(
         &self,
-        slices: S,
-        work: impl Fn(S) -> Result<(), KernelError> + Sync,
+        elems: usize,
+        work: impl Fn(Range<usize>) -> Result<(), KernelError> + Sync,
     ) -> Result<(), KernelError> {
-        let part_elems = self.part_elems(slices.elems());
-        if slices.elems() <= part_elems {
-            return work(slices);
+        let part_elems = self.part_elems(elems);
+        if elems <= part_elems {
+            return work(0..elems);
         }
-        let mut rest = Some(slices);
-        let parts = std::iter::from_fn(|| {
-            let slices = rest.take()?;
-            if slices.elems() <= part_elems {
-                return Some(slices);
-            }
-            let (part, after) = slices.split_at(part_elems);
-            rest = Some(after);
-            Some(part)
-        });
-
         let first_error = OnceLock::new();
-        self.each(parts, |part| {
-            if let Err(error) = work(part) {
+        let parts = (0..elems).step_by(part_elems);
+        self.each(parts, |start| {
+            if let Err(error) = work(start..elems.min(start + part_elems)) {
                 let _later = first_error.set(error);
             }
         });

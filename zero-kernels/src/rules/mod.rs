@@ -2,11 +2,13 @@
 //!
 //! A rule that is only for the host may be in any crate ([`UpdateRule`]).
 
-pub(crate) mod adam;
+pub mod adam;
 
+#[cfg(feature = "cuda")]
 use std::sync::Arc;
 
-use crate::UpdateRule;
+#[cfg(feature = "cuda")]
+use crate::rule::UpdateRule;
 
 /// Every rule with CUDA kernels, with any hyperparameters.
 #[cfg(feature = "cuda")]

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 use zero_alloc::device::Device;
-use zero_kernels::host::{RemainderSlices, join, split};
+use zero_kernels::adam::{self, RemainderSlices};
 use zero_kernels::{
-    AdamHyper, AdamScalars, Float, StepScalars, UpdateArgs, UpdateRule, Weights, host, reference,
+    AdamHyper, AdamScalars, Float, StepScalars, UpdateArgs, UpdateRule, Weights, join, reference,
+    split,
 };
 
 use crate::Rig;
@@ -37,13 +38,13 @@ impl State {
         &'a mut self,
         grad: &'a [G],
         param: Option<&'a mut [P]>,
-    ) -> host::AdamSlices<'a, f32, f32, G, P> {
+    ) -> adam::AdamSlices<'a, f32, f32, G, P> {
         let Self {
             weights,
             first_moment,
             second_moment,
         } = self;
-        host::AdamSlices {
+        adam::AdamSlices {
             weights,
             first_moment,
             second_moment,
@@ -225,7 +226,7 @@ fn check_remainder<D: Device, G: Float>(rig: &Rig<D>) {
             second_moment: &mut v,
             grad: &grad,
         };
-        host::adam_remainder(slices, &scalars, &hyper).unwrap();
+        adam::adam_remainder(slices, &scalars, &hyper).unwrap();
         let join = |(p, r): (Vec<bf16>, Vec<i16>)| -> Vec<f32> {
             p.into_iter().zip(r).map(|(p, r)| join(p, r)).collect()
         };

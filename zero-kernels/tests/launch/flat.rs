@@ -155,12 +155,13 @@ pub fn grad_stats_of_every_type<D: Device>(rig: &Rig<D>) {
 /// that it has alone.
 pub fn grad_stats_of_many<D: Device>(rig: &Rig<D>) {
     let count = if cfg!(miri) { 5 } else { 131 };
-    let values = values::<f32>(33_003, 9, true);
+    let most = if cfg!(miri) { 400 } else { 33_003 };
+    let values = values::<f32>(most, 9, true);
     let narrow: Vec<bf16> = values.iter().map(|&x| bf16::from_f32(x)).collect();
     let wide = rig.buffer(&values, 1);
     let halves = rig.buffer(&narrow, 3);
     let range = |i: usize| match i {
-        1 => 0..if cfg!(miri) { 40 } else { 33_003 },
+        1 => 0..if cfg!(miri) { 40 } else { most },
         _ => i..i + (i * 37) % 200,
     };
 
@@ -255,13 +256,17 @@ fn check_pack<D: Device, S: Float, T: Float>(rig: &Rig<D>) {
 
 pub fn pack_of_every_type<D: Device>(rig: &Rig<D>) {
     check_pack::<D, f32, f32>(rig);
+    check_pack::<D, f16, bf16>(rig);
+    // The memory that is accessed does not depend on the types.
+    if cfg!(miri) {
+        return;
+    }
     check_pack::<D, f32, bf16>(rig);
     check_pack::<D, f32, f16>(rig);
     check_pack::<D, bf16, f32>(rig);
     check_pack::<D, bf16, bf16>(rig);
     check_pack::<D, bf16, f16>(rig);
     check_pack::<D, f16, f32>(rig);
-    check_pack::<D, f16, bf16>(rig);
     check_pack::<D, f16, f16>(rig);
 }
 

@@ -141,7 +141,7 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
         divisor: 0.0,
     };
 
-    let steps = if cfg!(miri) { 6 } else { 40 };
+    let steps = if cfg!(miri) { 2 } else { 40 };
     check_run(rig, config, 1, steps, 64, 1);
     check_run(
         rig,

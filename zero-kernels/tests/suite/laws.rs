@@ -2,7 +2,8 @@
 
 use half::{bf16, f16};
 use proptest::prelude::*;
-use zero_kernels::host::{self, AdamSlices, Workers};
+use zero_kernels::adam::{self, AdamSlices};
+use zero_kernels::host::{self, Workers};
 use zero_kernels::{AdamScalars, Float, GradStats, reference};
 
 use crate::common::{assert_same, hyper, scalars, squares, values};
@@ -52,7 +53,7 @@ fn check_adam<W: Float, M: Float, G: Float>(
     let expected = adam_within::<W, M, G>(shape, seed, |s| {
         reference::adam(s, &scalars, &hyper).unwrap()
     });
-    let ours = adam_within::<W, M, G>(shape, seed, |s| host::adam(s, &scalars, &hyper).unwrap());
+    let ours = adam_within::<W, M, G>(shape, seed, |s| adam::adam(s, &scalars, &hyper).unwrap());
     assert_same("weights and guards", &ours.0, &expected.0);
     assert_same("first moment and guards", &ours.1, &expected.1);
     assert_same("second moment and guards", &ours.2, &expected.2);
@@ -107,7 +108,7 @@ proptest! {
             grad: &vec![0f32; len][..],
             param_out: None,
         };
-        host::adam(slices, &AdamScalars::new(1, 1e-2, &hyper, 1.0), &hyper).unwrap();
+        adam::adam(slices, &AdamScalars::new(1, 1e-2, &hyper, 1.0), &hyper).unwrap();
         prop_assert_eq!(w, start);
         prop_assert!(m.iter().chain(&v).all(|&x| x == 0.0));
     }

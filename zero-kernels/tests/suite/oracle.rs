@@ -2,7 +2,8 @@
 //! special values, poisoned outputs, threads.
 
 use half::{bf16, f16};
-use zero_kernels::host::{self, AdamSlices, Parts, Workers};
+use zero_kernels::adam::{self, AdamSlices};
+use zero_kernels::host::{self, Workers};
 use zero_kernels::{AdamScalars, Float, reference};
 
 use crate::common::{LENGTHS, assert_same, hyper, scalars, squares, values};
@@ -82,7 +83,7 @@ fn check_adam<W: Float, M: Float, G: Float, P: Float>(with_param: bool) {
         let mut expected = start.clone();
         reference::adam(expected.slices(&grad, from, with_param), &scalars, &hyper).unwrap();
         let mut ours = start.clone();
-        host::adam(ours.slices(&grad, from, with_param), &scalars, &hyper).unwrap();
+        adam::adam(ours.slices(&grad, from, with_param), &scalars, &hyper).unwrap();
         ours.assert_same(&what, &expected);
         for workers in workers() {
             let mut ours = start.clone();
@@ -128,12 +129,12 @@ fn splits_change_no_bit_of_adam() {
         hyper(true),
     );
     let mut whole = start.clone();
-    host::adam(whole.slices(&grad, 0, true), &scalars, &hyper).unwrap();
+    adam::adam(whole.slices(&grad, 0, true), &scalars, &hyper).unwrap();
     for cut in 0..=len {
         let mut parts = start.clone();
         let (a, b) = parts.slices(&grad, 0, true).split_at(cut);
-        host::adam(a, &scalars, &hyper).unwrap();
-        host::adam(b, &scalars, &hyper).unwrap();
+        adam::adam(a, &scalars, &hyper).unwrap();
+        adam::adam(b, &scalars, &hyper).unwrap();
         parts.assert_same(&format!("cut at {cut}"), &whole);
     }
 }
@@ -147,7 +148,7 @@ fn skipped_step_writes_nothing() {
         skip: 1,
         ..scalars(1e-2, 1.0)
     };
-    host::adam(after.slices(&grad, 0, true), &skip, &hyper(true)).unwrap();
+    adam::adam(after.slices(&grad, 0, true), &skip, &hyper(true)).unwrap();
     after.assert_same("skipped", &start);
     reference::adam(after.slices(&grad, 0, true), &skip, &hyper(true)).unwrap();
     after.assert_same("skipped by the oracle", &start);
@@ -322,7 +323,7 @@ fn different_lengths_are_refused() {
         param_out: Some(&mut p[..]),
     };
 
-    let error = host::adam(slices, &scalars(1e-3, 1.0), &hyper(true)).unwrap_err();
+    let error = adam::adam(slices, &scalars(1e-3, 1.0), &hyper(true)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "adam: param_out: expected 4 elements, got 3"

@@ -1,8 +1,9 @@
 //! Weights as a bf16 parameter and a 16-bit remainder, without fp32 masters.
 
 use half::{bf16, f16};
-use zero_kernels::host::{AdamSlices, RemainderSlices, adam, adam_remainder, join, split};
+use zero_kernels::adam::{AdamSlices, RemainderSlices, adam, adam_remainder};
 use zero_kernels::{AdamScalars, Float};
+use zero_kernels::{join, split};
 
 use crate::common::{LENGTHS, assert_same, hyper, scalars, squares, values};
 

@@ -114,13 +114,13 @@ impl Outcome {
         let mut all = BTreeMap::new();
         for state in ["master", "first_moment", "second_moment"] {
             for param in reader.params() {
-                let mut values = vec![f32::NAN; param.numel_elems as usize];
+                let mut values = vec![0.0; param.numel_elems as usize];
                 reader
                     .read_param(state, &param.name, 0..param.numel_elems, &mut values)
                     .unwrap();
                 all.insert(
                     format!("{state}/{}", param.name),
-                    values.into_iter().map(f32::to_bits).collect(),
+                    bytemuck::cast_vec::<f32, u32>(values),
                 );
             }
         }

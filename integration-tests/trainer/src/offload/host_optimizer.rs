@@ -29,10 +29,9 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_alloc::swap::{SwapAccess, SwapFile};
 use zero_alloc::{Block, Purpose};
-use zero_ckpt::Reader;
 use zero_optim::{
-    Divisor, GatheredStats, Masters, Progress, RankParams, RankStats, Segment, ShardedOptimizer,
-    StateFormat, StateHome, StateKind, StateRange, StepOutcome, UnitSlices,
+    Divisor, GatheredStats, Masters, RankStats, Segment, ShardedOptimizer, StateFormat, StateHome,
+    StepOutcome, UnitSlices,
 };
 
 use crate::error::TrainError;
@@ -40,16 +39,16 @@ use crate::offload::drain::drain;
 use crate::offload::host_params::{HostParams, SharedParams};
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::offload::unit_file::UnitFile;
-use crate::rank::{Fill, Parts, Rank};
+use crate::rank::Rank;
 use crate::rank_exchange::RankExchange;
 use crate::step::inputs::StepInputs;
 use crate::telemetry::metrics::NvmeBytes;
 
 /// An optimizer on the host.
 pub(crate) struct HostOptimizer<D: Device> {
-    optimizer: ShardedOptimizer<HostDevice>,
-    stream: HostStream,
-    params: SharedParams<D>,
+    pub(super) optimizer: ShardedOptimizer<HostDevice>,
+    pub(super) stream: HostStream,
+    pub(super) params: SharedParams<D>,
     /// The sums over ranks in this step, complete on `stream`.
     grads: Vec<Option<Reduced<HostDevice>>>,
     /// After it the host reads the unit's gradient no more.
@@ -144,7 +143,7 @@ impl<D: Device> HostOptimizer<D> {
     }
 
     /// Whether masters of `unit`, or a part of them, are its parameters.
-    fn masters_are_in_params(&self, rank: &Rank<D>, unit: usize) -> bool {
+    pub(super) fn masters_are_in_params(&self, rank: &Rank<D>, unit: usize) -> bool {
         let frozen = || {
             self.optimizer
                 .pieces(unit)
@@ -370,7 +369,6 @@ impl<D: Device> HostOptimizer<D> {
     }
 }
 
-/// The state of the optimizer: weights, slots and progress.
 impl<D: Device> HostOptimizer<D> {
     /// The parameters that it updates.
     pub(crate) fn params(&self) -> SharedParams<D> {
@@ -382,94 +380,6 @@ impl<D: Device> HostOptimizer<D> {
         // SAFETY: backward passes read it on the compute stream, on which it is written and which
         // is its block's own.
         Ok(unsafe { self.loss_scale.slice() }.typed()?)
-    }
-
-    pub(crate) fn progress(&self) -> Progress {
-        self.optimizer.progress()
-    }
-
-    pub(crate) fn segments(&self) -> &[Segment] {
-        self.optimizer.segments()
-    }
-
-    pub(crate) fn kinds(&self) -> Vec<StateKind> {
-        self.optimizer.kinds()
-    }
-
-    /// Reads a range of the state as fp32.
-    pub(crate) fn read_state(
-        &mut self,
-        rank: &Rank<D>,
-        range: &StateRange,
-        out: &mut [f32],
-    ) -> Result<(), TrainError> {
-        let limit = rank.settings.host_limit();
-        let unit = range.unit;
-        let reads = range.kind == StateKind::Master && self.masters_are_in_params(rank, unit);
-        let optimizer = &mut self.optimizer;
-        let stream = &self.stream;
-        let mut params = self.params.lock();
-
-        let held;
-        let param = if reads {
-            held = params.acquire(unit, SwapAccess::Read)?;
-            held.values
-        } else {
-            // The optimizer has the values.
-            params.unread(unit)
-        };
-        Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?)
-    }
-
-    /// Sets the weights of `unit` in parts: `fill` returns those of a range.
-    pub(crate) fn set_weights(
-        &mut self,
-        rank: &Rank<D>,
-        unit: usize,
-        parts: Parts,
-        fill: Fill<'_>,
-    ) -> Result<(), TrainError> {
-        let limit = rank.settings.host_limit();
-        let optimizer = &mut self.optimizer;
-        let stream = &self.stream;
-        let mut values = Vec::new();
-        let mut params = self.params.lock();
-        let held = params.acquire(unit, SwapAccess::Update)?;
-        let param = [(held.values, 0)];
-        for part in parts {
-            fill(part.clone(), &mut values)?;
-            let range = StateRange {
-                kind: StateKind::Master,
-                unit,
-                elems: part,
-            };
-            optimizer.write_state(stream, &range, &param, &values, limit)?;
-        }
-        optimizer.write_unit_params(stream, unit, &param)?;
-        Ok(held.write_back()?)
-    }
-
-    /// Loads weights, slots and progress from a checkpoint.
-    pub(crate) fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
-        let limit = rank.settings.host_limit();
-        let optimizer = &mut self.optimizer;
-        let stream = &self.stream;
-        let mut params = self.params.lock();
-        for unit in 0..rank.units() {
-            let held = params.acquire(unit, SwapAccess::Update)?;
-            let own = RankParams {
-                layout: rank.layouts.parts(),
-                rank: rank.part(),
-                params: &[(held.values, 0)],
-            };
-            optimizer
-                .load_unit(stream, reader, unit, &own, limit)
-                .map_err(TrainError::unreadable)?;
-            held.write_back()?;
-        }
-        optimizer
-            .load_progress(reader)
-            .map_err(TrainError::unreadable)
     }
 }
 

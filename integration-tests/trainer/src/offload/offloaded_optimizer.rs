@@ -1,9 +1,10 @@
 //! The optimizer on the host, with the sums of gradients that it updates by.
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Reduced};
+use zero_alloc::swap::SwapAccess;
 use zero_ckpt::Reader;
 use zero_comm::SumInto;
-use zero_optim::{Progress, Segment, StateKind, StateRange, StepOutcome};
+use zero_optim::{Progress, RankParams, Segment, StateKind, StateRange, StepOutcome};
 
 use crate::error::TrainError;
 use crate::offload::host_optimizer::HostOptimizer;
@@ -11,13 +12,13 @@ use crate::offload::host_params::SharedParams;
 use crate::offload::leaving_sums::LeavingSums;
 use crate::rank::{Fill, Rank};
 use crate::stages::device_sums::DeviceSums;
-use crate::stages::optimizer::{Optimizer, no_outcome, parts_of};
+use crate::stages::optimizer::{Optimizer, no_outcome, write_weights};
 use crate::step::inputs::StepInputs;
 
 /// An optimizer on the host.
 pub(crate) struct OffloadedOptimizer<D: Device> {
     /// Declared first: its drop waits for the host's work on the sums.
-    optimizer: HostOptimizer<D>,
+    host: HostOptimizer<D>,
     sums: HostSums<D>,
 }
 
@@ -33,28 +34,28 @@ impl<D: Device> OffloadedOptimizer<D> {
         segments: Vec<Segment>,
         on_device: Option<Vec<AnySlice>>,
     ) -> Result<Self, TrainError> {
-        let mut optimizer = HostOptimizer::new(rank, segments, on_device)?;
+        let mut host = HostOptimizer::new(rank, segments, on_device)?;
         let leaves = !rank.is_host() || rank.settings.offload.grads_on_file().is_some();
         let sums = if leaves {
-            HostSums::Leaving(Box::new(LeavingSums::new(rank, &mut optimizer)?))
+            HostSums::Leaving(Box::new(LeavingSums::new(rank, &mut host)?))
         } else {
             HostSums::Shared(DeviceSums::new(rank)?)
         };
-        Ok(Self { optimizer, sums })
+        Ok(Self { host, sums })
     }
 }
 
 impl<D: Device> Optimizer<D> for OffloadedOptimizer<D> {
     fn on_host(&mut self) -> Option<&mut HostOptimizer<D>> {
-        Some(&mut self.optimizer)
+        Some(&mut self.host)
     }
 
     fn host_params(&self) -> Option<SharedParams<D>> {
-        Some(self.optimizer.params())
+        Some(self.host.params())
     }
 
     fn loss_scale(&self) -> Result<DeviceSlice<f64>, TrainError> {
-        self.optimizer.loss_scale()
+        self.host.loss_scale()
     }
 
     fn local_sum(&self, unit: usize) -> Option<AnySlice> {
@@ -67,7 +68,7 @@ impl<D: Device> Optimizer<D> for OffloadedOptimizer<D> {
     fn begin_sum(&mut self, rank: &Rank<D>, unit: usize) -> Result<AnySlice, TrainError> {
         match &mut self.sums {
             HostSums::Shared(sums) => {
-                self.optimizer.wait_for_release(rank, &rank.compute, unit)?;
+                self.host.wait_for_release(rank, &rank.compute, unit)?;
                 Ok(sums.shard(unit))
             }
             HostSums::Leaving(sums) => sums.next_buffer(rank, unit, &rank.compute),
@@ -85,7 +86,7 @@ impl<D: Device> Optimizer<D> for OffloadedOptimizer<D> {
                 let into = sums.target(unit, adds);
                 if let SumInto::Write(_) = into {
                     let stream = &rank.comm_stream;
-                    self.optimizer.wait_for_release(rank, stream, unit)?;
+                    self.host.wait_for_release(rank, stream, unit)?;
                 }
                 Ok(into)
             }
@@ -111,20 +112,20 @@ impl<D: Device> Optimizer<D> for OffloadedOptimizer<D> {
             HostSums::Shared(sums) => {
                 let sum = sums.store(unit, sum);
                 if micro + 1 == rank.settings.grad_accum_steps {
-                    self.optimizer.take_sum(rank, unit, sum)?;
+                    self.host.take_sum(rank, unit, sum)?;
                 }
                 Ok(())
             }
-            HostSums::Leaving(sums) => sums.take(rank, unit, micro, &sum, &mut self.optimizer),
+            HostSums::Leaving(sums) => sums.take(rank, unit, micro, &sum, &mut self.host),
         }
     }
 
     fn prepare_steps(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        self.optimizer.upload_loss_scale(rank)
+        self.host.upload_loss_scale(rank)
     }
 
     fn decide(&mut self, rank: &Rank<D>, inputs: StepInputs) -> Result<(), TrainError> {
-        self.optimizer.decide(rank, inputs)
+        self.host.decide(rank, inputs)
     }
 
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
@@ -132,28 +133,28 @@ impl<D: Device> Optimizer<D> for OffloadedOptimizer<D> {
             HostSums::Shared(_) => None,
             HostSums::Leaving(sums) => sums.on_file(),
         };
-        self.optimizer.update(rank, on_file)
+        self.host.update(rank, on_file)
     }
 
     fn outcome(&mut self, _rank: &Rank<D>) -> Result<StepOutcome, TrainError> {
-        self.optimizer.outcome().ok_or_else(no_outcome)
+        self.host.outcome().ok_or_else(no_outcome)
     }
 
     fn skip_outcome(&mut self, _rank: &Rank<D>) -> Result<(), TrainError> {
-        drop(self.optimizer.outcome());
+        drop(self.host.outcome());
         Ok(())
     }
 
     fn progress(&self) -> Progress {
-        self.optimizer.progress()
+        self.host.optimizer.progress()
     }
 
     fn segments(&self) -> &[Segment] {
-        self.optimizer.segments()
+        self.host.optimizer.segments()
     }
 
     fn kinds(&self) -> Vec<StateKind> {
-        self.optimizer.kinds()
+        self.host.optimizer.kinds()
     }
 
     fn read_state(
@@ -162,7 +163,27 @@ impl<D: Device> Optimizer<D> for OffloadedOptimizer<D> {
         range: &StateRange,
         out: &mut [f32],
     ) -> Result<(), TrainError> {
-        self.optimizer.read_state(rank, range, out)
+        let limit = rank.settings.host_limit();
+        let unit = range.unit;
+        let is_master = range.kind == StateKind::Master;
+        let reads = is_master && self.host.masters_are_in_params(rank, unit);
+        let HostOptimizer {
+            optimizer,
+            stream,
+            params,
+            ..
+        } = &mut self.host;
+        let mut params = params.lock();
+
+        let held;
+        let param = if reads {
+            held = params.acquire(unit, SwapAccess::Read)?;
+            held.values
+        } else {
+            // The optimizer has the values.
+            params.unread(unit)
+        };
+        Ok(optimizer.read_state(stream, range, &[(param, 0)], out, limit)?)
     }
 
     fn set_weights(
@@ -172,11 +193,43 @@ impl<D: Device> Optimizer<D> for OffloadedOptimizer<D> {
         elems: usize,
         fill: Fill<'_>,
     ) -> Result<(), TrainError> {
-        let parts = parts_of(elems);
-        self.optimizer.set_weights(rank, unit, parts, fill)
+        let limit = rank.settings.host_limit();
+        let HostOptimizer {
+            optimizer,
+            stream,
+            params,
+            ..
+        } = &mut self.host;
+        let mut params = params.lock();
+        let held = params.acquire(unit, SwapAccess::Update)?;
+        let param = [(held.values, 0)];
+        write_weights(optimizer, stream, (unit, elems), &param, fill, limit)?;
+        Ok(held.write_back()?)
     }
 
     fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
-        self.optimizer.load(rank, reader)
+        let limit = rank.settings.host_limit();
+        let HostOptimizer {
+            optimizer,
+            stream,
+            params,
+            ..
+        } = &mut self.host;
+        let mut params = params.lock();
+        for unit in 0..rank.units() {
+            let held = params.acquire(unit, SwapAccess::Update)?;
+            let own = RankParams {
+                layout: rank.layouts.parts(),
+                rank: rank.part(),
+                params: &[(held.values, 0)],
+            };
+            optimizer
+                .load_unit(stream, reader, unit, &own, limit)
+                .map_err(TrainError::unreadable)?;
+            held.write_back()?;
+        }
+        optimizer
+            .load_progress(reader)
+            .map_err(TrainError::unreadable)
     }
 }

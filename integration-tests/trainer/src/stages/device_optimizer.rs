@@ -11,7 +11,7 @@ use zero_optim::{
 use crate::error::TrainError;
 use crate::rank::{Fill, Rank};
 use crate::stages::device_sums::DeviceSums;
-use crate::stages::optimizer::{Optimizer, device_steps, no_outcome, parts_of};
+use crate::stages::optimizer::{Optimizer, device_steps, no_outcome, write_weights};
 use crate::step::inputs::StepInputs;
 
 /// An optimizer on the device.
@@ -170,23 +170,10 @@ impl<D: Device> Optimizer<D> for DeviceOptimizer<D> {
         elems: usize,
         fill: Fill<'_>,
     ) -> Result<(), TrainError> {
-        let stream = &rank.compute;
         let limit = rank.settings.host_limit();
-        let optimizer = &mut self.optimizer;
         let param = [(self.params[unit], 0)];
-        let mut values = Vec::new();
-
-        for elems in parts_of(elems) {
-            fill(elems.clone(), &mut values)?;
-            let range = StateRange {
-                kind: StateKind::Master,
-                unit,
-                elems,
-            };
-            optimizer.write_state(stream, &range, &param, &values, limit)?;
-        }
-
-        Ok(optimizer.write_unit_params(stream, unit, &param)?)
+        let optimizer = &mut self.optimizer;
+        write_weights(optimizer, &rank.compute, (unit, elems), &param, fill, limit)
     }
 
     fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {

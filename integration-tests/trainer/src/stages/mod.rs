@@ -4,6 +4,7 @@ pub(crate) mod device_optimizer;
 pub(crate) mod device_sums;
 pub(crate) mod gradients;
 pub(crate) mod optimizer;
+pub(crate) mod optimizer_choice;
 pub(crate) mod places;
 pub(crate) mod shards;
 pub(crate) mod stage;

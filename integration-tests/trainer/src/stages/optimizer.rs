@@ -1,30 +1,20 @@
 //! The optimizer of a rank with the gradients' sums that it updates by: on the device, or on the
 //! host.
-//!
-//! Which of the two is chosen here once, when the stage is made:
-//!
-//! | optimizer | sums over ranks |
-//! |---|---|
-//! | on the device ([`DeviceOptimizer`]) | on the device |
-//! | on the host, which is the device ([`OffloadedOptimizer`]) | on the device, in place |
-//! | on the host of a GPU, or gradients on NVMe ([`OffloadedOptimizer`]) | leave the device unit by unit |
 
-use std::ops::Range;
+use std::time::Duration;
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Reduced};
 use zero_ckpt::Reader;
 use zero_comm::SumInto;
 use zero_optim::{
-    DeviceStepConfig, Divisor, Progress, Segment, StateKind, StateRange, StepOutcome,
+    DeviceStepConfig, Divisor, Progress, Segment, ShardedOptimizer, StateKind, StateRange,
+    StepOutcome,
 };
-use zero_shard::UnitLayout;
 
 use crate::error::TrainError;
 use crate::offload::host_optimizer::HostOptimizer;
 use crate::offload::host_params::SharedParams;
-use crate::offload::offloaded_optimizer::OffloadedOptimizer;
-use crate::rank::{Fill, Parts, Rank};
-use crate::stages::device_optimizer::DeviceOptimizer;
+use crate::rank::{Fill, Rank};
 use crate::step::inputs::StepInputs;
 
 /// Steps whose learning rates are uploaded at once: 24 KiB a set of rates.
@@ -141,57 +131,35 @@ pub(crate) trait Optimizer<D: Device>: Send {
     fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError>;
 }
 
-/// Makes the optimizer of a rank. `params` are the device's parameters that the rank updates, if it
-/// has them.
-pub(crate) fn build<D: Device>(
-    rank: &Rank<D>,
-    params: Option<Vec<AnySlice>>,
-) -> Result<Box<dyn Optimizer<D>>, TrainError> {
-    let segments = segments(rank);
-    Ok(match params {
-        Some(params) if !rank.settings.offload.updates_on_host() => {
-            Box::new(DeviceOptimizer::new(rank, segments, params)?)
-        }
-        params => Box::new(OffloadedOptimizer::new(rank, segments, params)?),
-    })
-}
-
 /// The error of an outcome that is missing.
 pub(crate) fn no_outcome() -> TrainError {
     TrainError::State("internal error: the device reported no step outcome".to_owned())
 }
 
-/// The parts in which `elems` weights are set.
-pub(crate) fn parts_of(elems: usize) -> Parts {
-    (0..elems)
-        .step_by(CHUNK_ELEMS)
-        .map(|start| start..elems.min(start + CHUNK_ELEMS))
-        .collect()
+/// Writes the weights of a unit of `elems` elements, in parts, and the parameter with them.
+pub(crate) fn write_weights<D: Device>(
+    optimizer: &mut ShardedOptimizer<D>,
+    stream: &D::Stream,
+    (unit, elems): (usize, usize),
+    param: &[(AnySlice, usize)],
+    fill: Fill<'_>,
+    limit: Duration,
+) -> Result<(), TrainError> {
+    let mut values = Vec::new();
+    for start in (0..elems).step_by(CHUNK_ELEMS) {
+        let part = start..elems.min(start + CHUNK_ELEMS);
+        fill(part.clone(), &mut values)?;
+        let range = StateRange {
+            kind: StateKind::Master,
+            unit,
+            elems: part,
+        };
+        optimizer.write_state(stream, &range, param, &values, limit)?;
+    }
+    Ok(optimizer.write_unit_params(stream, unit, param)?)
 }
 
 /// The configuration of decisions on the device, for rank 0 of `ranks` ranks.
 pub fn device_steps(ranks: usize) -> DeviceStepConfig {
     DeviceStepConfig::new(0, ranks, Divisor::MicroBatches(1), STEPS_AHEAD as usize)
-}
-
-/// The parts of the units that this rank updates: its shards, parts of them, or at stage 0 all of
-/// each unit.
-fn segments<D: Device>(rank: &Rank<D>) -> Vec<Segment> {
-    let mut end = 0;
-    let segment = |(unit, placed): (usize, &UnitLayout)| {
-        let held = rank.held(unit);
-        let within = |range: Range<u64>| {
-            (range.start - held.start) as usize..(range.end - held.start) as usize
-        };
-        let own = within(rank.saves(unit));
-        let start = end;
-        end += (held.end - held.start) as usize;
-        Segment::whole(&placed.name, start..end, own).with_counted(within(rank.counted(unit)))
-    };
-    rank.layout
-        .units()
-        .iter()
-        .enumerate()
-        .map(segment)
-        .collect()
 }

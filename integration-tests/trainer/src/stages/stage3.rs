@@ -13,7 +13,8 @@ use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::{Rank, uses};
 use crate::stages::gradients::{Gradients, MicroBatchGradients};
-use crate::stages::optimizer::{self, Optimizer};
+use crate::stages::optimizer::Optimizer;
+use crate::stages::optimizer_choice;
 use crate::stages::shards::SharedShards;
 use crate::stages::stage::{MicroBatches, Read, Stage};
 
@@ -177,7 +178,7 @@ fn params<D: Device>(rank: &Rank<D>, units: &[usize], gathered: &[Unsharded<D>])
 impl<D: Device> Stage3<D> {
     pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let shards = SharedShards::new(rank)?;
-        let optimizer = optimizer::build(rank, shards.updated())?;
+        let optimizer = optimizer_choice::build(rank, shards.updated())?;
         shards.set_updates(optimizer.host_params());
         let prefetcher = |order| {
             let mut prefetcher = Prefetcher::with_source(

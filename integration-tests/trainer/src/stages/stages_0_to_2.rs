@@ -17,7 +17,8 @@ use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::Rank;
 use crate::stages::gradients::Gradients;
-use crate::stages::optimizer::{self, Optimizer};
+use crate::stages::optimizer::Optimizer;
+use crate::stages::optimizer_choice;
 use crate::stages::stage::{MicroBatches, Read, Stage};
 use crate::stages::whole_params::WholeParams;
 
@@ -114,7 +115,7 @@ impl<D: Device> Stage<D> for Stages0To2<D> {
 impl<D: Device> Stages0To2<D> {
     pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let mut params = WholeParams::new(rank)?;
-        let optimizer = optimizer::build(rank, Some(params.updated()))?;
+        let optimizer = optimizer_choice::build(rank, Some(params.updated()))?;
         params.set_updates(optimizer.host_params());
         let grads = Gradients::new(rank, model, &*optimizer)?;
         Ok(Self {

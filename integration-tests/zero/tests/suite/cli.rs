@@ -7,7 +7,8 @@ use serde_json::Value;
 
 use crate::place;
 use crate::support::{
-    data, fails, lines, losses, refused, run, run_flags, signal, succeeds, temp, tiny, words,
+    data, fails, lines, losses, on_disk, refused, run, run_flags, signal, succeeds, temp, tiny,
+    words,
 };
 
 /// A folder that the user names is data, all of it, and what is no text is named.
@@ -277,7 +278,7 @@ fn offload_of_a_configuration_is_checked() {
 /// The same losses, and nothing is left in the folder.
 #[test]
 fn offload_keeps_the_losses() {
-    let dir = temp();
+    let dir = on_disk();
     let dir = dir.path();
     let steps = |metrics: &str, more: &str| {
         succeeds(&run_flags(

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::place;
-use crate::support::{data, fails, lines, losses, run_tiny, succeeds, temp, tiny, zero};
+use crate::support::{data, fails, lines, losses, on_disk, run_tiny, succeeds, tiny, zero};
 
 /// Flags of a run whose optimizer state, parameters and gradients are in the folder `scratch`.
 const NVME: [&str; 6] = [
@@ -27,7 +27,7 @@ fn is_empty(dir: &Path) -> bool {
 /// checkpoint stays.
 #[test]
 fn full_disk_at_start() {
-    let dir = temp();
+    let dir = on_disk();
     let disk = dir.path().join("disk");
     fs::create_dir(&disk).unwrap();
     let mounted = Command::new("mount")
@@ -71,7 +71,7 @@ fn full_disk_at_start() {
 /// that is there is whole, and the run goes on to the losses of one that was never killed.
 #[test]
 fn kill_in_every_phase() {
-    let dir = temp();
+    let dir = on_disk();
     let scratch = dir.path().join("scratch");
     fs::create_dir(&scratch).unwrap();
     let (model, tokens) = (data("model"), data("tokens.u16.bin"));
@@ -155,7 +155,7 @@ fn kill_in_every_phase() {
 /// Two runs may use one folder at the same time.
 #[test]
 fn two_runs_share_a_folder() {
-    let dir = temp();
+    let dir = on_disk();
     fs::create_dir(dir.path().join("scratch")).unwrap();
     let (model, tokens) = (data("model"), data("tokens.u16.bin"));
     let start = |saves: &str, metrics: &str| {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{data, fails, lines, run, run_flags, succeeds, temp};
+use crate::support::{data, fails, lines, on_disk, run, run_flags, succeeds, temp};
 
 /// Settings that are not the defaults.
 const SETTINGS: &str = "--lr 3e-3 --seq-len 24 --clip 0.5 --weight-decay 0.2 --micro-batch 3 --grad-accum 2 \
@@ -750,7 +750,7 @@ fn opening_shows_all_settings() {
 /// The places of state do not decide the numbers, and flags override them.
 #[test]
 fn offload_is_taken_up() {
-    let dir = temp();
+    let dir = on_disk();
     let dir = dir.path();
     inputs(dir);
     for folder in ["one", "two"] {

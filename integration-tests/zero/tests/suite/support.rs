@@ -97,7 +97,13 @@ pub(crate) fn succeeds(output: &Output) -> String {
     out.into_owned()
 }
 
+/// A folder in memory if possible: a run syncs what it writes, which is slow on a disk.
 pub(crate) fn temp() -> TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap_or_else(|_| on_disk())
+}
+
+/// A folder on a disk, as `nvme:DIR` is.
+pub(crate) fn on_disk() -> TempDir {
     tempfile::tempdir().unwrap()
 }
 

@@ -6,10 +6,10 @@ use zero_alloc::device::DType;
 
 use super::{AdamHyper, AdamScalars};
 use crate::check::same_len;
-use crate::host::Workers;
+use crate::error::KernelError;
+use crate::float::Float;
 use crate::host::prefetch::{blocks, prefetch};
-use crate::host::workers::Parts;
-use crate::{Float, KernelError};
+use crate::host::workers::Workers;
 
 /// The slices of one Adam step, of equal length.
 #[derive(Debug)]
@@ -61,14 +61,12 @@ impl<'a, W, M, G, P> AdamSlices<'a, W, M, G, P> {
             param_out: Some(param_out),
         }
     }
-}
 
-impl<W, M, G, P> Parts for AdamSlices<'_, W, M, G, P> {
-    fn elems(&self) -> usize {
-        self.weights.len()
-    }
-
-    fn split_at(self, at: usize) -> (Self, Self) {
+    /// The first `at` elements and the rest.
+    ///
+    /// # Panics
+    /// A slice has fewer than `at` elements.
+    pub fn split_at(self, at: usize) -> (Self, Self) {
         let (weights, weights_rest) = self.weights.split_at_mut(at);
         let (first_moment, first_rest) = self.first_moment.split_at_mut(at);
         let (second_moment, second_rest) = self.second_moment.split_at_mut(at);
@@ -353,8 +351,22 @@ impl Workers {
         scalars: &AdamScalars,
         hyper: &AdamHyper,
     ) -> Result<(), KernelError> {
-        slices.checked_len()?;
-        self.on_parts(slices, |part| adam(part, scalars, hyper))
+        let part_elems = self.part_elems(slices.checked_len()?);
+        let mut rest = Some(slices);
+        let parts = std::iter::from_fn(|| {
+            let slices = rest.take()?;
+            if slices.weights.len() <= part_elems {
+                return Some(slices);
+            }
+            let (part, after) = slices.split_at(part_elems);
+            rest = Some(after);
+            Some(part)
+        });
+        self.each(parts, |part| {
+            let equal = adam(part, scalars, hyper);
+            debug_assert!(equal.is_ok(), "the lengths were checked above");
+        });
+        Ok(())
     }
 }
 

@@ -17,12 +17,14 @@ mod remainder;
 
 use serde::{Deserialize, Serialize};
 
-use crate::host::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices, with_floats};
+use crate::codec::Codec;
+use crate::error::KernelError;
+use crate::host::update::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices, with_floats};
 use crate::rule::{
-    CudaKernel, RULE_SCALARS, SettingError, Slot, StepPoint, StepScalars, UpdateForm, UpdateRule,
-    WeightsForm, entries, float_index,
+    CudaKernel, SettingError, Slot, StepPoint, UpdateForm, UpdateRule, WeightsForm, entries,
+    float_index,
 };
-use crate::{Codec, KernelError};
+use crate::step::{RULE_SCALARS, StepScalars};
 
 pub use host::{AdamSlices, adam};
 pub use remainder::{RemainderSlices, adam_remainder};

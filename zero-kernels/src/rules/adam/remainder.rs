@@ -8,8 +8,9 @@ use super::host::{Coefficients, element};
 use super::{AdamHyper, AdamScalars};
 use crate::check::same_len;
 use crate::codec::{join, split};
+use crate::error::KernelError;
+use crate::float::Float;
 use crate::host::prefetch::{blocks, prefetch};
-use crate::{Float, KernelError};
 
 /// The slices of one Adam step in this format, of equal length.
 #[derive(Debug)]

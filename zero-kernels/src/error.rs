@@ -1,0 +1,71 @@
+//! The errors of operations.
+
+use zero_alloc::device::DeviceError;
+
+/// An error that kept an operation from being enqueued.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum KernelError {
+    /// Arguments have different lengths.
+    #[error("{what}: expected {expected} elements, got {got}")]
+    LengthMismatch {
+        /// The operation and argument.
+        what: &'static str,
+        expected: usize,
+        /// Elements of the argument.
+        got: usize,
+    },
+    /// The operation is not defined for this dtype.
+    #[error("{what}: {dtype} is not supported; use fp32, bf16 or fp16")]
+    Unsupported {
+        /// The operation and argument.
+        what: &'static str,
+        dtype: zero_alloc::device::DType,
+    },
+    /// A slice does not start at a multiple of its element's size.
+    #[error("{what}: address {address:#x} is not a multiple of {align_bytes} bytes")]
+    Misaligned {
+        /// The operation and argument.
+        what: &'static str,
+        /// The slice's first byte.
+        address: usize,
+        /// The alignment of an element.
+        align_bytes: usize,
+    },
+    /// A written slice shares memory with another argument.
+    #[error("{first} and {second} overlap")]
+    Overlap {
+        /// The operation and the written argument.
+        first: &'static str,
+        /// The other argument.
+        second: &'static str,
+    },
+    /// A part of a unit starts before the end of the one before it.
+    #[error(
+        "pack: part {index} starts before the end of the part before it; pass parts in ascending order"
+    )]
+    PartOrder {
+        /// Position of the part.
+        index: usize,
+    },
+    /// The host's threads could not be started.
+    #[error("failed to start {threads} threads: {message}")]
+    Threads { threads: usize, message: String },
+    /// The rule has no CUDA kernel for these dtypes.
+    #[error(
+        "the update rule {rule} has no CUDA kernel for a gradient of {grad}: train on the host, or add the kernel"
+    )]
+    NoKernel {
+        /// The rule's name.
+        rule: &'static str,
+        grad: zero_alloc::device::DType,
+    },
+    /// A CUDA kernel could not be compiled.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] crate::cuda::CudaError),
+    /// The stream or device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
