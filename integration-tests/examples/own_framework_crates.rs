@@ -9,7 +9,7 @@ use zero_alloc::{Pool, host::HostDevice};
 use zero_ckpt::{ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
 use zero_comm::threads::ThreadsComm;
 use zero_comm::{BucketOptions, Buckets, Communicator};
-use zero_comm::{PrefetchOptions, Prefetcher, SumInto, WaitOnDrop};
+use zero_comm::{PrefetchOptions, Prefetcher, Reduce, SumInto, WaitOnDrop};
 use zero_kernels::host::HostKernels;
 use zero_optim::{Divisor, GroupRules, OptimizerConfig, ParamGroups, RankParams};
 use zero_optim::{Segment, ShardedOptimizer, StepInputs, UnitSlices};
@@ -85,7 +85,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
 
     let buckets = Buckets::new(
         &pool,
-        comm.clone(),
+        Reduce::scatter(comm.clone()),
         compute.clone(),
         comm_stream.clone(),
         options,

@@ -7,7 +7,7 @@ use zero_alloc::{Pool, Purpose, host::HostDevice, host::Timeline};
 use zero_comm::overlap::{Overlap, chrome_trace};
 use zero_comm::slow::{Link, behind};
 use zero_comm::threads::{ThreadsComm, World};
-use zero_comm::{BucketOptions, Buckets, CommOptions, ReduceOp};
+use zero_comm::{BucketOptions, Buckets, CommOptions, Reduce};
 
 fn train(comm: ThreadsComm) -> Result<Timeline, Box<dyn Error + Send + Sync>> {
     let link = Link {
@@ -23,7 +23,8 @@ fn train(comm: ThreadsComm) -> Result<Timeline, Box<dyn Error + Send + Sync>> {
     let pool = Pool::new(device, 1 << 30);
     let grads = pool.allocate(1_000_000, DType::F32, Purpose::Grads, &comm_stream)?;
     let options = BucketOptions::new(2_000_000, DType::F32);
-    let buckets = Buckets::new(&pool, comm, compute.clone(), comm_stream.clone(), options)?;
+    let reduce = Reduce::scatter(comm);
+    let buckets = Buckets::new(&pool, reduce, compute.clone(), comm_stream.clone(), options)?;
 
     for _layer in 0..8 {
         let filling = buckets.begin(2_000_000)?;
@@ -33,9 +34,7 @@ fn train(comm: ThreadsComm) -> Result<Timeline, Box<dyn Error + Send + Sync>> {
         })?;
         // SAFETY: `grads` outlives the streams' work, which is waited for below.
         let shard = unsafe { grads.slice() };
-        let _done = filling
-            .reduce_scatter_into(shard, ReduceOp::Sum)?
-            .finish()?;
+        let _done = filling.reduce_to(shard)?.finish()?;
     }
 
     buckets.wait_all_on(&compute)?;
@@ -50,7 +49,7 @@ fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
         .collect();
     for (rank, thread) in ranks.into_iter().enumerate() {
         let spans = thread.join().map_err(|_| "a rank panicked")??.take();
-        let overlap = Overlap::of(&spans, "comm");
+        let overlap = Overlap::of(&spans, &["comm"]);
         eprintln!(
             "rank {rank}: {:.0}% of communication hidden, {overlap:?}",
             100.0 * overlap.fraction()

@@ -4,20 +4,20 @@
 //! [`Buckets::new`] as [`Purpose::Buckets`]. Its states are types:
 //!
 //! ```text
-//! free --begin--> Filling --reduce_scatter, all_reduce--> InFlight --finish--> free, and Done
-//!                 producers write                         the collective runs  consumers wait
+//! free --begin--> Filling --reduce, reduce_to--> InFlight --finish--> free, and an event
+//!                 producers write                the collective runs  consumers wait
 //! ```
 //!
 //! - [`Filling`]: producers write to the bucket; their streams are recorded.
 //! - [`InFlight`]: the collective is enqueued on the communication stream, behind all producers.
 //!   Operations that the caller enqueues on that stream next see the result.
-//! - [`Done`]: the event after it. The bucket is free for the next [`Buckets::begin`], whose
+//! - The event is after it. The bucket is free for the next [`Buckets::begin`], whose
 //!   producers' streams wait for its last use. The host never waits.
 //!
-//! [`Buckets::reduce_unit`] (stages 1 to 3 of ZeRO) and [`Buckets::all_reduce_unit`] (stage 0) do
-//! all of this for the gradient of a unit: they cut it into pieces, each the same range of every
-//! rank's shard (`zero_shard::bucket_pieces`), pack each into a bucket and store its sum. A caller
-//! with other packing chooses the elements of each bucket itself.
+//! [`Buckets::reduce_unit`] does all of this for the gradient of a unit: it cuts it into pieces,
+//! each the same range of every rank's shard (`zero_shard::bucket_pieces`), packs each into a bucket
+//! and stores its sum. A caller with other packing chooses the elements of each bucket itself. A
+//! rank keeps its shard of a sum or all of it, as the buckets' [`Reduce`] says.
 //!
 //! With one rank, no bucket is needed where the sum has the reduction's dtype or all parts have it:
 //! the compute stream then packs the gradient straight into its destination, with the same single
@@ -47,7 +47,7 @@ use zero_alloc::{AllocError, Block, Pool, Purpose};
 use zero_kernels::{KernelError, Kernels, Segments};
 use zero_shard::bucket_pieces;
 
-use crate::{CommError, Communicator, ReduceOp};
+use crate::{CommError, Reduce};
 
 /// The failure of an operation on buckets.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -114,26 +114,19 @@ pub struct BucketOptions {
     pub capacity_elems: usize,
     /// The dtype of the reduction.
     pub dtype: DType,
-    /// Whether compute overlaps with buckets in flight. If not, [`InFlight::finish`] makes the
-    /// compute stream wait.
-    pub overlap: bool,
 }
 
 impl BucketOptions {
-    /// Two buckets that overlap with compute.
+    /// Two buckets.
     pub const fn new(capacity_elems: usize, dtype: DType) -> Self {
         Self {
             count: 2,
             capacity_elems,
             dtype,
-            overlap: true,
         }
     }
 }
-zero_alloc::setters!(BucketOptions {
-    count: usize,
-    overlap: bool
-});
+zero_alloc::setters!(BucketOptions { count: usize });
 
 struct Bucket<D: Device> {
     block: Block<D>,
@@ -166,22 +159,12 @@ pub enum SumInto<D: Device> {
 struct Sum {
     sum: AnySlice,
     add: bool,
-    /// Whether the sum is this rank's shard.
-    scatter: bool,
 }
 
 impl Sum {
-    fn new<D: Device>(
-        comm_stream: &D::Stream,
-        into: SumInto<D>,
-        scatter: bool,
-    ) -> Result<Self, DeviceError> {
+    fn new<D: Device>(comm_stream: &D::Stream, into: SumInto<D>) -> Result<Self, DeviceError> {
         Ok(match into {
-            SumInto::Write(sum) => Self {
-                sum,
-                add: false,
-                scatter,
-            },
+            SumInto::Write(sum) => Self { sum, add: false },
             SumInto::Add(earlier) => {
                 earlier.wait_for_readers(comm_stream)?;
                 Self {
@@ -189,7 +172,6 @@ impl Sum {
                     // the elements orders what follows after it.
                     sum: unsafe { earlier.slice_on(comm_stream) }?,
                     add: true,
-                    scatter,
                 }
             }
         })
@@ -205,7 +187,7 @@ impl Sum {
 
 struct Shared<D: Device> {
     device: D,
-    comm: Arc<dyn Communicator<D>>,
+    reduce: Reduce<D>,
     compute: D::Stream,
     comm_stream: D::Stream,
     options: BucketOptions,
@@ -229,13 +211,14 @@ impl<D: Device> fmt::Debug for Buckets<D> {
 impl<D: Device> Buckets<D> {
     /// Allocates the buckets; later operations allocate no device memory. `compute` is the first
     /// producer's stream, `comm_stream` that of the collectives ([`Device::create_urgent_stream`]).
+    /// If they are the same stream, nothing overlaps.
     ///
     /// # Errors
     /// No buckets, less than one element per rank, a stream of another device than the pool's, or
     /// the allocation failed.
     pub fn new(
         pool: &Pool<D>,
-        comm: Arc<dyn Communicator<D>>,
+        reduce: Reduce<D>,
         compute: D::Stream,
         comm_stream: D::Stream,
         options: BucketOptions,
@@ -244,13 +227,12 @@ impl<D: Device> Buckets<D> {
             count,
             capacity_elems,
             dtype,
-            ..
         } = options;
 
         for stream in [&compute, &comm_stream] {
             pool.device().check_stream("Buckets::new", stream)?;
         }
-        let world_size = comm.world_size();
+        let world_size = reduce.comm().world_size();
         if count == 0 && world_size > 1 || capacity_elems < world_size {
             return Err(BucketError::TooSmall {
                 count,
@@ -271,17 +253,12 @@ impl<D: Device> Buckets<D> {
         let device = pool.device().clone();
         Ok(Self(Arc::new(Shared {
             device,
-            comm,
+            reduce,
             compute,
             comm_stream,
             options,
             free: Mutex::new(free),
         })))
-    }
-
-    /// The options of [`Buckets::new`].
-    pub fn options(&self) -> BucketOptions {
-        self.0.options
     }
 
     /// The stream of the collectives.
@@ -328,11 +305,11 @@ impl<D: Device> Buckets<D> {
         Ok(filling)
     }
 
-    /// Sums the gradients of a unit over all ranks; each rank keeps its shard of the sum. `into`
-    /// has the length of a shard, the unit `world_size` times as many elements. `parts` are the
-    /// gradient's slices with their offsets in the unit, ascending and without overlap, in fp32,
-    /// bf16 or fp16; elements between them are zero. The compute stream packs them into buckets,
-    /// and only then may change them.
+    /// Sums the gradients of a unit over all ranks. `into` has the length of what a rank keeps: a
+    /// shard, of which the unit has `world_size`, or the unit. `parts` are the gradient's slices
+    /// with their offsets in the unit, ascending and without overlap, in fp32, bf16 or fp16;
+    /// elements between them are zero. The compute stream packs them into buckets, and only then
+    /// may change them.
     ///
     /// # Errors
     /// A part is outside the unit or overlaps another, a dtype or a device does not match, all
@@ -343,42 +320,18 @@ impl<D: Device> Buckets<D> {
         parts: &[(AnySlice, usize)],
         into: SumInto<D>,
     ) -> Result<Reduced<D>, BucketError> {
-        self.reduce(kernels, parts, into, true)
-    }
-
-    /// As [`Self::reduce_unit`], but every rank keeps the whole sum: `into` has the length of the
-    /// unit.
-    ///
-    /// # Errors
-    /// As [`Self::reduce_unit`].
-    pub fn all_reduce_unit(
-        &self,
-        kernels: &dyn Kernels<D>,
-        parts: &[(AnySlice, usize)],
-        into: SumInto<D>,
-    ) -> Result<Reduced<D>, BucketError> {
-        self.reduce(kernels, parts, into, false)
-    }
-
-    fn reduce(
-        &self,
-        kernels: &dyn Kernels<D>,
-        parts: &[(AnySlice, usize)],
-        into: SumInto<D>,
-        scatter: bool,
-    ) -> Result<Reduced<D>, BucketError> {
         let Shared {
-            comm,
+            reduce,
             comm_stream,
             options,
             ..
         } = &*self.0;
 
-        let to = Sum::new(comm_stream, into, scatter)?;
-        let ranks = comm.world_size();
+        let to = Sum::new(comm_stream, into)?;
+        let ranks = reduce.comm().world_size();
         let len = to.sum.len();
         // An all-reduce has one segment; its cuts are those of a reduce-scatter.
-        let segments = if scatter { ranks } else { 1 };
+        let segments = reduce.shards();
         let capacity_elems = options.capacity_elems / ranks * ranks;
         check_parts(parts, segments * len)?;
         let narrow = to.sum.dtype() == options.dtype;
@@ -586,8 +539,7 @@ impl<D: Device> Filling<D> {
     }
 
     /// Sums the bucket, to which producers wrote the gradient of a whole unit in the unit's order,
-    /// over all ranks. Each rank keeps its shard of the sum: `into` has `len / world_size`
-    /// elements.
+    /// over all ranks. `into` has the length of what a rank keeps: a shard, or the unit.
     ///
     /// # Errors
     /// The length or the device of `into` does not match, or a stream returned an error.
@@ -596,45 +548,18 @@ impl<D: Device> Filling<D> {
         kernels: &dyn Kernels<D>,
         into: SumInto<D>,
     ) -> Result<Reduced<D>, BucketError> {
-        self.reduce(kernels, into, true)
-    }
-
-    /// As [`Self::reduce_unit`], but every rank keeps the whole sum: `into` has `len` elements.
-    ///
-    /// # Errors
-    /// As [`Self::reduce_unit`].
-    pub fn all_reduce_unit(
-        self,
-        kernels: &dyn Kernels<D>,
-        into: SumInto<D>,
-    ) -> Result<Reduced<D>, BucketError> {
-        self.reduce(kernels, into, false)
-    }
-
-    fn reduce(
-        self,
-        kernels: &dyn Kernels<D>,
-        into: SumInto<D>,
-        scatter: bool,
-    ) -> Result<Reduced<D>, BucketError> {
-        let to = Sum::new(&self.shared.comm_stream, into, scatter)?;
-        let segments = if scatter {
-            self.shared.comm.world_size()
-        } else {
-            1
-        };
-        if to.sum.len() * segments != self.len() {
-            let what = "reduce_unit: into";
-            let expected = self.len() / segments;
-            let got = to.sum.len();
+        let to = Sum::new(&self.shared.comm_stream, into)?;
+        let expected = self.len() / self.shared.reduce.shards();
+        let got = to.sum.len();
+        if got * self.shared.reduce.shards() != self.len() {
             return Err(KernelError::LengthMismatch {
-                what,
+                what: "reduce_unit: into",
                 expected,
                 got,
             }
             .into());
         }
-        let done = self.sum(kernels, &to, 0..to.sum.len())?;
+        let done = self.sum(kernels, &to, 0..got)?;
         Ok(to.reduced(done))
     }
 
@@ -646,45 +571,42 @@ impl<D: Device> Filling<D> {
         of_sum: Range<usize>,
     ) -> Result<D::Event, BucketError> {
         let sum = to.sum.slice(of_sum);
-        let shared = Arc::clone(&self.shared);
-        let Shared {
-            comm_stream,
-            options,
-            ..
-        } = &*shared;
+        if !to.add && sum.dtype() == self.shared.options.dtype {
+            return Ok(self.reduce_to(sum)?.finish()?);
+        }
 
-        let in_flight = if !to.add && sum.dtype() == options.dtype {
-            match to.scatter {
-                true => self.reduce_scatter_into(sum, ReduceOp::Sum)?,
-                false => self.launch(|comm, stream, slice| {
-                    comm.all_reduce(stream, slice, sum, ReduceOp::Sum)
-                })?,
-            }
+        let in_flight = self.reduce()?;
+        let comm_stream = &in_flight.shared.comm_stream;
+        if to.add {
+            kernels.accumulate(comm_stream, in_flight.result, sum.typed()?)?;
         } else {
-            let in_flight = if to.scatter {
-                self.reduce_scatter(ReduceOp::Sum)?
-            } else {
-                self.all_reduce(ReduceOp::Sum)?
-            };
-            let reduced = if to.scatter {
-                in_flight.own_segment()
-            } else {
-                in_flight.slice
-            };
-            if to.add {
-                kernels.accumulate(comm_stream, reduced, sum.typed()?)?;
-            } else {
-                kernels.cast(comm_stream, reduced, sum, 1.0)?;
-            }
-            in_flight
-        };
+            kernels.cast(comm_stream, in_flight.result, sum, 1.0)?;
+        }
+        Ok(in_flight.finish()?)
+    }
 
-        Ok(in_flight.finish()?.event)
+    /// Sums the bucket over ranks; the communication stream writes what this rank keeps of the sum
+    /// into `sum`. The bucket's contents are unspecified afterwards.
+    ///
+    /// # Errors
+    /// Counts or dtypes do not match, or a stream returned an error.
+    pub fn reduce_to(self, sum: AnySlice) -> Result<InFlight<D>, BucketError> {
+        self.launch(|reduce, stream, bucket| reduce.sum_to(stream, bucket, sum).map(|()| sum))
+    }
+
+    /// Sums the bucket over ranks; what this rank keeps of the sum stays in it
+    /// ([`InFlight::result`]). The caller copies it, or adds it to an accumulated gradient, by an
+    /// operation on the communication stream.
+    ///
+    /// # Errors
+    /// The number of ranks does not divide the length, or a stream returned an error.
+    pub fn reduce(self) -> Result<InFlight<D>, BucketError> {
+        self.launch(Reduce::sum_in_place)
     }
 
     fn launch(
         mut self,
-        collective: impl FnOnce(&dyn Communicator<D>, &D::Stream, AnySlice) -> Result<(), CommError>,
+        collective: impl FnOnce(&Reduce<D>, &D::Stream, AnySlice) -> Result<AnySlice, CommError>,
     ) -> Result<InFlight<D>, BucketError> {
         let shared = Arc::clone(&self.shared);
         for producer in &self.producers {
@@ -693,62 +615,15 @@ impl<D: Device> Filling<D> {
         // From here on the communication stream may use the bucket, even if the call returns an
         // error.
         let bucket = self.bucket.take();
-        let slice = self.slice;
-        let in_flight = InFlight {
+        let mut in_flight = InFlight {
             bucket,
-            slice,
+            result: self.slice,
             shared: Arc::clone(&shared),
         };
         // Behind all producers; later uses of the bucket wait for the event that `InFlight` records
         // at its end.
-        collective(&*shared.comm, &shared.comm_stream, slice)?;
+        in_flight.result = collective(&shared.reduce, &shared.comm_stream, self.slice)?;
         Ok(in_flight)
-    }
-
-    /// Reduce-scatters the bucket; the communication stream writes this rank's segment of the
-    /// result into `shard` (`shard.len() * world_size == len`). The bucket's contents are
-    /// unspecified afterwards.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not match, or a stream returned an error.
-    pub fn reduce_scatter_into(
-        self,
-        shard: AnySlice,
-        op: ReduceOp,
-    ) -> Result<InFlight<D>, BucketError> {
-        self.launch(|comm, stream, slice| comm.reduce_scatter_overwriting(stream, slice, shard, op))
-    }
-
-    /// Reduce-scatters the bucket; this rank's segment of the result stays in it
-    /// ([`InFlight::segment`]). The caller adds it to an accumulated gradient by an operation on
-    /// the communication stream.
-    ///
-    /// # Errors
-    /// The number of ranks does not divide the length, or a stream returned an error.
-    pub fn reduce_scatter(self, op: ReduceOp) -> Result<InFlight<D>, BucketError> {
-        let rank = self.shared.comm.rank();
-        let n = self.shared.comm.world_size();
-        let len = self.len();
-        if !len.is_multiple_of(n) {
-            let collective = crate::Collective::ReduceScatter;
-            return Err(CommError::NotDivisible {
-                collective,
-                len,
-                world_size: n,
-            }
-            .into());
-        }
-        let own = rank * (len / n)..(rank + 1) * (len / n);
-        self.launch(|comm, stream, slice| comm.reduce_scatter(stream, slice, slice.slice(own), op))
-    }
-
-    /// All-reduces the bucket; the result stays in it ([`InFlight::slice`]). The caller copies it
-    /// by an operation on the communication stream.
-    ///
-    /// # Errors
-    /// A stream returned an error.
-    pub fn all_reduce(self, op: ReduceOp) -> Result<InFlight<D>, BucketError> {
-        self.launch(|comm, stream, slice| comm.all_reduce(stream, slice, slice, op))
     }
 }
 
@@ -757,7 +632,8 @@ impl<D: Device> Filling<D> {
 pub struct InFlight<D: Device> {
     /// `None` once finished.
     bucket: Option<Bucket<D>>,
-    slice: AnySlice,
+    /// The part of the sum that this rank keeps.
+    result: AnySlice,
     shared: Arc<Shared<D>>,
 }
 
@@ -766,7 +642,7 @@ impl<D: Device> fmt::Debug for InFlight<D> {
         write!(
             f,
             "InFlight({} x {})",
-            self.slice.len(),
+            self.result.len(),
             self.shared.options.dtype
         )
     }
@@ -793,64 +669,22 @@ impl<D: Device> InFlight<D> {
         event.map(Some)
     }
 
-    /// The whole bucket after the collective.
+    /// The part of the sum that this rank keeps, in the bucket: its segment, or the whole.
     ///
     /// # Safety
     /// The slice is used only by operations enqueued on the communication stream, before this
     /// `InFlight` is finished or dropped.
-    pub unsafe fn slice(&self) -> AnySlice {
-        self.slice
-    }
-
-    /// This rank's segment of the bucket: the result of [`Filling::reduce_scatter`].
-    ///
-    /// # Safety
-    /// As for [`InFlight::slice`].
-    pub unsafe fn segment(&self) -> AnySlice {
-        self.own_segment()
-    }
-
-    fn own_segment(&self) -> AnySlice {
-        let rank = self.shared.comm.rank();
-        let len = self.slice.len() / self.shared.comm.world_size();
-        self.slice.slice(rank * len..(rank + 1) * len)
+    pub unsafe fn result(&self) -> AnySlice {
+        self.result
     }
 
     /// Frees the bucket. Its next use waits for the operations enqueued so far on the communication
-    /// stream. Without overlap, the compute stream waits for the communication stream.
+    /// stream. Returns the event after them, which readers of the result wait for.
     ///
     /// # Errors
     /// A stream returned an error.
-    pub fn finish(mut self) -> Result<Done<D>, DeviceError> {
-        let event = match self.retire()? {
-            Some(event) => event,
-            None => self.shared.comm_stream.record()?,
-        };
-        if !self.shared.options.overlap {
-            self.shared.compute.wait(&event)?;
-        }
-        Ok(Done { event })
-    }
-}
-
-/// The event after which a bucket's result is complete.
-#[derive(Debug)]
-#[must_use = "readers of the result must wait for it"]
-pub struct Done<D: Device> {
-    event: D::Event,
-}
-
-impl<D: Device> Done<D> {
-    /// Makes `stream` wait for the result.
-    ///
-    /// # Errors
-    /// The stream returned an error.
-    pub fn wait_on(&self, stream: &D::Stream) -> Result<(), DeviceError> {
-        stream.wait(&self.event)
-    }
-
-    /// The event.
-    pub fn event(&self) -> &D::Event {
-        &self.event
+    pub fn finish(mut self) -> Result<D::Event, DeviceError> {
+        let event = self.retire()?;
+        event.map_or_else(|| self.shared.comm_stream.record(), Ok)
     }
 }

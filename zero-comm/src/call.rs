@@ -142,17 +142,14 @@ pub struct Checked {
 }
 
 impl Checked {
-    /// The same call, which may overwrite `send`.
-    #[must_use]
-    pub fn overwriting_send(self) -> Self {
-        Self {
-            may_overwrite_send: true,
-            ..self
-        }
+    /// The same call, as control traffic.
+    pub(crate) fn as_control(mut self) -> Self {
+        self.call.control = true;
+        self
     }
 
     /// Whether a reduce-scatter may overwrite all of `send`: in place, or by
-    /// [`overwriting_send`](Self::overwriting_send).
+    /// [`reduce_scatter_overwriting`](Group::reduce_scatter_overwriting).
     pub fn may_overwrite_send(&self) -> bool {
         let Group { rank, world_size } = self.group;
         let own = self.call.segments.range(rank, world_size);
@@ -228,6 +225,22 @@ impl Group {
         self.check(Collective::ReduceScatter, Some(op), segments, send, recv)
     }
 
+    /// Checks a reduce-scatter that may overwrite `send`.
+    ///
+    /// # Errors
+    /// Counts, dtypes or the overlap of the buffers are wrong.
+    pub fn reduce_scatter_overwriting(
+        self,
+        send: AnySlice,
+        recv: AnySlice,
+        op: ReduceOp,
+    ) -> Result<Checked, CommError> {
+        Ok(Checked {
+            may_overwrite_send: true,
+            ..self.reduce_scatter(send, recv, op)?
+        })
+    }
+
     /// Checks a reduce-scatter with segments of `counts`.
     ///
     /// # Errors
@@ -276,21 +289,7 @@ impl Group {
     /// # Errors
     /// Counts, dtypes or the overlap of the buffers are wrong.
     pub fn control_all_gather(self, send: AnySlice, recv: AnySlice) -> Result<Checked, CommError> {
-        let mut checked = self.all_gather(send, recv)?;
-        checked.call.control = true;
-        Ok(checked)
-    }
-
-    /// Checks an all-gather of control traffic with a segment of `counts[q]` elements from rank q.
-    pub(crate) fn control_all_gather_uneven(
-        self,
-        send: AnySlice,
-        recv: AnySlice,
-        counts: &[usize],
-    ) -> Result<Checked, CommError> {
-        let mut checked = self.all_gather_uneven(send, recv, counts)?;
-        checked.call.control = true;
-        Ok(checked)
+        Ok(self.all_gather(send, recv)?.as_control())
     }
 
     /// Checks an all-reduce.

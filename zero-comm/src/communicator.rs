@@ -13,7 +13,7 @@ use zero_alloc::device::{AnySlice, Device};
 
 use crate::CommError;
 use crate::call::{Checked, Group};
-use crate::exchange::exchange;
+use crate::small_messages::exchange;
 
 /// A reduction over ranks; the host back ends combine in rank order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -119,13 +119,17 @@ impl Traffic {
     /// Bytes sent since `earlier`, a reading of the same communicator.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
+        self.zip(earlier, |now, earlier| now - earlier)
+    }
+
+    fn zip(self, other: Self, of: fn(u64, u64) -> u64) -> Self {
         Self {
-            reduce_scatter_bytes: self.reduce_scatter_bytes - earlier.reduce_scatter_bytes,
-            all_gather_bytes: self.all_gather_bytes - earlier.all_gather_bytes,
-            all_reduce_bytes: self.all_reduce_bytes - earlier.all_reduce_bytes,
-            broadcast_bytes: self.broadcast_bytes - earlier.broadcast_bytes,
-            all_to_all_bytes: self.all_to_all_bytes - earlier.all_to_all_bytes,
-            control_bytes: self.control_bytes - earlier.control_bytes,
+            reduce_scatter_bytes: of(self.reduce_scatter_bytes, other.reduce_scatter_bytes),
+            all_gather_bytes: of(self.all_gather_bytes, other.all_gather_bytes),
+            all_reduce_bytes: of(self.all_reduce_bytes, other.all_reduce_bytes),
+            broadcast_bytes: of(self.broadcast_bytes, other.broadcast_bytes),
+            all_to_all_bytes: of(self.all_to_all_bytes, other.all_to_all_bytes),
+            control_bytes: of(self.control_bytes, other.control_bytes),
         }
     }
 }
@@ -134,15 +138,24 @@ impl std::ops::Add for Traffic {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
-        Self {
-            reduce_scatter_bytes: self.reduce_scatter_bytes + other.reduce_scatter_bytes,
-            all_gather_bytes: self.all_gather_bytes + other.all_gather_bytes,
-            all_reduce_bytes: self.all_reduce_bytes + other.all_reduce_bytes,
-            broadcast_bytes: self.broadcast_bytes + other.broadcast_bytes,
-            all_to_all_bytes: self.all_to_all_bytes + other.all_to_all_bytes,
-            control_bytes: self.control_bytes + other.control_bytes,
-        }
+        self.zip(other, |a, b| a + b)
     }
+}
+
+/// Declares collectives: the method of that name of the [`Group`] checks the call, which is then
+/// enqueued.
+macro_rules! collectives {
+    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $type:ty),*);)*) => {
+        $(
+            $(#[$doc])*
+            ///
+            /// # Errors
+            /// A count, a dtype or the root does not match, or the stream returned an error.
+            fn $name(&self, stream: &D::Stream, $($argument: $type),*) -> Result<(), CommError> {
+                self.enqueue(stream, self.group().$name($($argument),*)?)
+            }
+        )*
+    };
 }
 
 /// One rank's handle of a group of ranks. `send` and `recv` follow NCCL: counts are in elements. In
@@ -223,98 +236,53 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
         self.group().world_size
     }
 
-    /// `recv[i] = op over ranks q of send_q[rank * recv.len() + i]`;
-    /// `send.len() == recv.len() * world_size`.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not match, or the stream returned an error.
-    fn reduce_scatter(
-        &self,
-        stream: &D::Stream,
-        send: AnySlice,
-        recv: AnySlice,
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().reduce_scatter(send, recv, op)?)
+    collectives! {
+        /// `recv[i] = op over ranks q of send_q[rank * recv.len() + i]`;
+        /// `send.len() == recv.len() * world_size`.
+        fn reduce_scatter(send: AnySlice, recv: AnySlice, op: ReduceOp);
+
+        /// As [`reduce_scatter`](Self::reduce_scatter), but the contents of `send` are unspecified
+        /// afterwards: a communicator of [two levels](crate::TwoLevel) sums in it.
+        fn reduce_scatter_overwriting(send: AnySlice, recv: AnySlice, op: ReduceOp);
+
+        /// Reduce-scatter with a segment of `counts[q]` elements for rank q; `send` is the
+        /// concatenation of the segments; `recv.len() == counts[rank]`. All ranks pass the same
+        /// counts; a count may be 0.
+        fn reduce_scatter_uneven(
+            send: AnySlice,
+            recv: AnySlice,
+            counts: &[usize],
+            op: ReduceOp
+        );
+
+        /// `recv[q * send.len() + i] = send_q[i]` for all ranks q;
+        /// `recv.len() == send.len() * world_size`.
+        fn all_gather(send: AnySlice, recv: AnySlice);
+
+        /// All-gather of `counts[q]` elements from rank q; `recv` is the concatenation in rank
+        /// order; `send.len() == counts[rank]`. All ranks pass the same counts; a count may be 0.
+        fn all_gather_uneven(send: AnySlice, recv: AnySlice, counts: &[usize]);
+
+        /// [`all_gather`](Self::all_gather) of a few bytes of control data (norms, losses, flags),
+        /// counted in [`Traffic::control_bytes`].
+        fn control_all_gather(send: AnySlice, recv: AnySlice);
+
+        /// `recv[i] = op over ranks q of send_q[i]`; `send.len() == recv.len()`.
+        fn all_reduce(send: AnySlice, recv: AnySlice, op: ReduceOp);
+
+        /// Copies the root's `buffer` into `buffer` of every rank.
+        fn broadcast(buffer: AnySlice, root: usize);
+
+        /// `recv[q * n + i] = send_q[rank * n + i]`, `n = send.len() / world_size`.
+        fn all_to_all(send: AnySlice, recv: AnySlice);
     }
 
-    /// As [`reduce_scatter`](Self::reduce_scatter), but the contents of `send` are unspecified
-    /// afterwards: a communicator of [two levels](crate::TwoLevel) sums in it.
+    /// Operations enqueued on `stream` after this run only when every rank's stream has reached it.
     ///
     /// # Errors
-    /// Counts or dtypes do not match, or the stream returned an error.
-    fn reduce_scatter_overwriting(
-        &self,
-        stream: &D::Stream,
-        send: AnySlice,
-        recv: AnySlice,
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        let checked = self.group().reduce_scatter(send, recv, op)?;
-        self.enqueue(stream, checked.overwriting_send())
-    }
-
-    /// Reduce-scatter with a segment of `counts[q]` elements for rank q; `send` is the
-    /// concatenation of the segments; `recv.len() == counts[rank]`. All ranks pass the same counts;
-    /// a count may be 0.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not match, or the stream returned an error.
-    fn reduce_scatter_uneven(
-        &self,
-        stream: &D::Stream,
-        send: AnySlice,
-        recv: AnySlice,
-        counts: &[usize],
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        self.enqueue(
-            stream,
-            self.group().reduce_scatter_uneven(send, recv, counts, op)?,
-        )
-    }
-
-    /// `recv[q * send.len() + i] = send_q[i]` for all ranks q;
-    /// `recv.len() == send.len() * world_size`.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not match, or the stream returned an error.
-    fn all_gather(
-        &self,
-        stream: &D::Stream,
-        send: AnySlice,
-        recv: AnySlice,
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_gather(send, recv)?)
-    }
-
-    /// All-gather of `counts[q]` elements from rank q; `recv` is the concatenation in rank order;
-    /// `send.len() == counts[rank]`. All ranks pass the same counts; a count may be 0.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not match, or the stream returned an error.
-    fn all_gather_uneven(
-        &self,
-        stream: &D::Stream,
-        send: AnySlice,
-        recv: AnySlice,
-        counts: &[usize],
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_gather_uneven(send, recv, counts)?)
-    }
-
-    /// [`all_gather`](Self::all_gather) of a few bytes of control data (norms, losses, flags),
-    /// counted in [`Traffic::control_bytes`].
-    ///
-    /// # Errors
-    /// Counts or dtypes do not match, or the stream returned an error.
-    fn control_all_gather(
-        &self,
-        stream: &D::Stream,
-        send: AnySlice,
-        recv: AnySlice,
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().control_all_gather(send, recv)?)
+    /// The stream returned an error.
+    fn barrier(&self, stream: &D::Stream) -> Result<(), CommError> {
+        self.enqueue(stream, self.group().barrier())
     }
 
     /// Sends `message` to all ranks and returns the messages of all ranks, in rank order: for votes
@@ -334,53 +302,5 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
         limit: Duration,
     ) -> Result<Vec<Vec<u8>>, CommError> {
         exchange(self, pool, stream, message, limit)
-    }
-
-    /// `recv[i] = op over ranks q of send_q[i]`; `send.len() == recv.len()`.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not match, or the stream returned an error.
-    fn all_reduce(
-        &self,
-        stream: &D::Stream,
-        send: AnySlice,
-        recv: AnySlice,
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_reduce(send, recv, op)?)
-    }
-
-    /// Copies the root's `buffer` into `buffer` of every rank.
-    ///
-    /// # Errors
-    /// There is no such root, or the stream returned an error.
-    fn broadcast(
-        &self,
-        stream: &D::Stream,
-        buffer: AnySlice,
-        root: usize,
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().broadcast(buffer, root)?)
-    }
-
-    /// `recv[q * n + i] = send_q[rank * n + i]`, `n = send.len() / world_size`.
-    ///
-    /// # Errors
-    /// Counts or dtypes do not match, or the stream returned an error.
-    fn all_to_all(
-        &self,
-        stream: &D::Stream,
-        send: AnySlice,
-        recv: AnySlice,
-    ) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().all_to_all(send, recv)?)
-    }
-
-    /// Operations enqueued on `stream` after this run only when every rank's stream has reached it.
-    ///
-    /// # Errors
-    /// The stream returned an error.
-    fn barrier(&self, stream: &D::Stream) -> Result<(), CommError> {
-        self.enqueue(stream, self.group().barrier())
     }
 }

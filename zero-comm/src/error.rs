@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use zero_alloc::AllocError;
 use zero_alloc::device::{DType, DeviceError};
+use zero_kernels::KernelError;
 
 use crate::call::Call;
 #[cfg(feature = "processes")]
@@ -256,10 +257,23 @@ pub enum CommError {
     #[error(transparent)]
     #[serde(skip)]
     Alloc(#[from] AllocError),
+    /// The kernels of a codec do not support its dtypes.
+    #[error(transparent)]
+    #[serde(skip)]
+    Kernel(KernelError),
     /// The device or the stream failed.
     #[error(transparent)]
     #[serde(skip)]
     Device(#[from] DeviceError),
+}
+
+impl From<KernelError> for CommError {
+    fn from(error: KernelError) -> Self {
+        match error {
+            KernelError::Device(error) => Self::Device(error),
+            other => Self::Kernel(other),
+        }
+    }
 }
 
 /// Shortens `text` to at most `max_bytes` bytes of whole characters.

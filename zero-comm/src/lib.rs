@@ -8,7 +8,6 @@ mod communicator;
 #[cfg(feature = "testing")]
 pub mod conformance;
 mod error;
-mod exchange;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 #[cfg(feature = "cuda")]
@@ -21,10 +20,12 @@ mod reduce;
 mod scheduled;
 #[cfg(feature = "testing")]
 pub mod slow;
+mod small_messages;
 mod solo;
 mod split_request;
 pub mod threads;
 mod two_level;
+mod unit_collectives;
 mod wait_on_drop;
 #[cfg(feature = "processes")]
 #[cfg_attr(
@@ -33,7 +34,7 @@ mod wait_on_drop;
 )]
 pub mod world;
 
-pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight, SumInto};
+pub use buckets::{BucketError, BucketOptions, Buckets, Filling, InFlight, SumInto};
 pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
 pub use options::CommOptions;
@@ -44,6 +45,7 @@ pub use prefetch::{
 pub use scheduled::{ScheduledComm, ScheduledGroups};
 pub use solo::Solo;
 pub use two_level::{LevelTraffic, TwoLevel};
+pub use unit_collectives::{Gather, Reduce, WireCast, WireCodec};
 pub use wait_on_drop::WaitOnDrop;
 #[cfg(feature = "processes")]
 pub use world::RendezvousError;

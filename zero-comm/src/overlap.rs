@@ -11,6 +11,8 @@ use std::time::Duration;
 
 use zero_alloc::host::OpSpan;
 
+use crate::Collective;
+
 /// The label of a stream's wait for an event.
 const WAIT: &str = "wait";
 
@@ -29,14 +31,10 @@ pub struct Overlap {
 }
 
 impl Overlap {
-    /// Computes the times of `spans`; waits do not count. Spans of the stream `comm_stream` are
-    /// communication, all others are compute.
-    pub fn of(spans: &[OpSpan], comm_stream: &str) -> Self {
-        Self::of_spans(spans, |span| &*span.stream == comm_stream)
-    }
-
-    /// [`Self::of`], with the operations that `is_comm` returns true for as communication.
-    pub fn of_spans(spans: &[OpSpan], is_comm: impl Fn(&OpSpan) -> bool) -> Self {
+    /// Computes the times of `spans`; waits do not count. Collectives, and all else on
+    /// `comm_streams`, are communication; the rest is compute.
+    pub fn of(spans: &[OpSpan], comm_streams: &[&str]) -> Self {
+        let is_comm = |span: &OpSpan| comm_streams.contains(&&*span.stream) || is_collective(span);
         let work = || spans.iter().filter(|s| s.label != WAIT);
         let (comm, compute): (Vec<&OpSpan>, Vec<&OpSpan>) = work().partition(|s| is_comm(s));
         let comm = merged(&comm);
@@ -64,6 +62,12 @@ impl Overlap {
             (1.0 - waited / self.comm.as_secs_f64()).max(0.0)
         }
     }
+}
+
+/// Whether an operation is a collective.
+pub fn is_collective(span: &OpSpan) -> bool {
+    let mut all = Collective::ALL.iter();
+    all.any(|collective| collective.name() == span.label)
 }
 
 type Interval = (Duration, Duration);
@@ -175,7 +179,7 @@ mod tests {
             span("comm", "reduce_scatter", 18, 23),
         ];
 
-        let overlap = Overlap::of(&spans, "comm");
+        let overlap = Overlap::of(&spans, &["comm"]);
         let ms = Duration::from_millis;
         assert_eq!(
             overlap,
@@ -188,14 +192,14 @@ mod tests {
         );
 
         assert!((overlap.fraction() - (1.0 - 7.0 / 11.0)).abs() < 1e-12);
-        assert_eq!(Overlap::of(&[], "comm").fraction(), 1.0);
+        assert_eq!(Overlap::of(&[], &["comm"]).fraction(), 1.0);
         // Compute is idle for longer than communication runs, as in a first step that waits for its
         // data.
         let idle = [
             span("comm", "all_gather", 0, 2),
             span("compute", "forward", 90, 100),
         ];
-        assert_eq!(Overlap::of(&idle, "comm").fraction(), 0.0);
+        assert_eq!(Overlap::of(&idle, &["comm"]).fraction(), 0.0);
     }
 
     #[test]
@@ -233,7 +237,7 @@ mod tests {
                 spans.iter().any(|s| &*s.stream == stream && s.start.as_millis() as u64 <= ms && ms < s.end.as_millis() as u64)
             };
             let count = |f: &dyn Fn(u64) -> bool| Duration::from_millis((0..100).filter(|&ms| f(ms)).count() as u64);
-            let overlap = Overlap::of(&spans, "comm");
+            let overlap = Overlap::of(&spans, &["comm"]);
             prop_assert_eq!(overlap.comm, count(&|ms| runs("comm", ms)));
             prop_assert_eq!(overlap.compute, count(&|ms| runs("compute", ms)));
             prop_assert_eq!(overlap.exposed, count(&|ms| runs("comm", ms) && !runs("compute", ms)));

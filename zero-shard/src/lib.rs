@@ -60,4 +60,4 @@ pub use reshard::{Move, reshard_rank};
 pub use stage::{Widths, ZeroStage};
 pub use tensor_cut::{TensorCut, TensorPart, TensorPiece, TensorRun, tensor_pieces};
 pub use topology::{AxisTraffic, Grid, GridLayout, GridTraffic, Routing, Sharding};
-pub use traffic::StepTraffic;
+pub use traffic::{StepTraffic, WireFormat};

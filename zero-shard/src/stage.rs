@@ -1,5 +1,7 @@
 //! ZeRO's stages, and the bytes per element of each kind of state.
 
+use crate::WireFormat;
+
 /// A ZeRO stage: the state that is sharded. Source: arXiv 1910.02054, section 5 (stage 1 is P_os,
 /// stage 2 P_os+g, stage 3 P_os+g+p).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -55,8 +57,10 @@ impl std::fmt::Display for ZeroStage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Widths {
-    /// Of a parameter in the compute dtype, which all-gathers transmit.
+    /// Of a parameter in the compute dtype.
     pub param_bytes: u64,
+    /// Of the parameters that all-gathers transmit: as a rule, of `param_bytes` each.
+    pub gathered: WireFormat,
     /// Of a gradient in the dtype that reductions transmit.
     pub comm_grad_bytes: u64,
     /// Of a gradient as kept until the optimizer step.
@@ -69,6 +73,7 @@ impl Widths {
     /// fp32 training with Adam: the parameter is its own master, so K = 8 (two moments).
     pub const FP32_ADAM: Self = Self {
         param_bytes: 4,
+        gathered: WireFormat::plain(4),
         comm_grad_bytes: 4,
         grad_bytes: 4,
         optimizer_bytes: 8,
@@ -77,6 +82,7 @@ impl Widths {
     /// bf16 or fp16 training with Adam: K = 12 (fp32 master and two moments).
     pub const MIXED_ADAM: Self = Self {
         param_bytes: 2,
+        gathered: WireFormat::plain(2),
         comm_grad_bytes: 2,
         grad_bytes: 2,
         optimizer_bytes: 12,
@@ -86,6 +92,7 @@ impl Widths {
     /// accumulated in fp32.
     pub const MIXED_ADAM_ACCUMULATING: Self = Self {
         param_bytes: 2,
+        gathered: WireFormat::plain(2),
         comm_grad_bytes: 2,
         grad_bytes: 4,
         optimizer_bytes: 12,
@@ -96,6 +103,7 @@ impl Widths {
     pub fn new(param_bytes: u64, optimizer_bytes: u64, grad_accum_steps: u64) -> Self {
         Self {
             param_bytes,
+            gathered: WireFormat::plain(param_bytes),
             comm_grad_bytes: param_bytes,
             grad_bytes: match (param_bytes, grad_accum_steps) {
                 (2, 0 | 1) => 2,

@@ -19,6 +19,36 @@ use crate::{Layout, ShardError, Widths, ZeroStage};
 
 const WHAT: &str = "bytes sent in a step";
 
+/// The format in which collectives transmit a shard: in blocks of `block_elems` elements, the last
+/// one perhaps shorter, of `block_bytes` bytes each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct WireFormat {
+    /// Elements of a block.
+    pub block_elems: u64,
+    /// Bytes of a block.
+    pub block_bytes: u64,
+}
+
+impl WireFormat {
+    /// Elements of `bytes` bytes each.
+    pub const fn plain(bytes: u64) -> Self {
+        Self {
+            block_elems: 1,
+            block_bytes: bytes,
+        }
+    }
+
+    /// Bytes of a shard of `elems` elements; `None` if blocks have no elements, or if the bytes do
+    /// not fit 64 bits.
+    pub const fn bytes(self, elems: u64) -> Option<u64> {
+        match self.block_elems {
+            0 => None,
+            block_elems => elems.div_ceil(block_elems).checked_mul(self.block_bytes),
+        }
+    }
+}
+
 /// Bytes that one rank sends in a step, by collective.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -26,7 +56,7 @@ const WHAT: &str = "bytes sent in a step";
 pub struct StepTraffic {
     /// By reduce-scatter: gradients, of [`Widths::comm_grad_bytes`].
     pub reduce_scatter_bytes: u64,
-    /// By all-gather: parameters.
+    /// By all-gather: parameters, in [`Widths::gathered`].
     pub all_gather_bytes: u64,
     /// By all-reduce: gradients of stage 0, of [`Widths::comm_grad_bytes`].
     pub all_reduce_bytes: u64,
@@ -46,10 +76,14 @@ impl StepTraffic {
         grad_accum_steps: u64,
     ) -> Result<Self, ShardError> {
         let others = world_size.checked_sub(1).ok_or(ShardError::NoRanks)?;
-        let bytes = |times: &[u64]| product(WHAT, &[&[shard_elems, others], times].concat());
+        let shard_bytes = |format: WireFormat| {
+            let bytes = format.bytes(shard_elems);
+            bytes.ok_or_else(|| ShardError::TooLarge { what: WHAT.into() })
+        };
+        let grad = shard_bytes(WireFormat::plain(widths.comm_grad_bytes))?;
+        let param = shard_bytes(widths.gathered)?;
+        let bytes = |times: &[u64]| product(WHAT, &[&[others], times].concat());
         let a = grad_accum_steps;
-        let grad = widths.comm_grad_bytes;
-        let param = widths.param_bytes;
         let traffic = match stage {
             ZeroStage::Zero => Self {
                 all_reduce_bytes: bytes(&[2, a, grad])?,

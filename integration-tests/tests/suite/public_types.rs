@@ -22,7 +22,8 @@ const CLOSED: [(&str, &str); 6] = [
     (
         "zero-shard",
         "BucketPiece ElemLocation LayoutSpec Move ParamId ParamPiece ParamSpec Placement ShardPiece \
-         StateBytes StoredPiece TensorCut TensorPiece TensorRun Tie Tier TransformerShape UnitSpec Widths ZeroStage",
+         StateBytes StoredPiece TensorCut TensorPiece TensorRun Tie Tier TransformerShape UnitSpec Widths \
+         WireFormat ZeroStage",
     ),
     ("zero-alloc", "Polling Search SwapAccess"),
     (

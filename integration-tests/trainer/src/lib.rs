@@ -5,9 +5,9 @@
 //! tokens. [`run_on_threads`] trains on all ranks of this process, [`run_as_rank`] and
 //! [`run_on_cuda`] as one rank of several processes.
 //!
-//! `stages::dense` (stage 0), `stages::stages_1_and_2` and `stages::stage3` each contain one
-//! algorithm. They share a `Rank` (streams, pool, communicator, layout), flat storages, the
-//! reduction of gradients, and the end of a step.
+//! `stages::stages_0_to_2` and `stages::stage3` each begin with one algorithm. They share a `Rank`
+//! (streams, pool, communicator, layout), flat storages, the reduction of gradients, and the end of
+//! a step.
 //!
 //! A whole program with a model of bigrams:
 //! ```
@@ -16,7 +16,6 @@
 
 mod batch;
 mod error;
-mod exchange;
 #[cfg(test)]
 mod fixtures;
 mod launch;
@@ -27,6 +26,7 @@ mod options;
 pub mod param_groups;
 mod rank;
 mod rank_bytes;
+mod rank_exchange;
 mod run;
 mod samples;
 mod saving;
@@ -43,7 +43,6 @@ pub use {zero_alloc, zero_comm, zero_optim, zero_shard};
 
 pub use batch::{Batch, BatchRows, IGNORED};
 pub use error::TrainError;
-pub use exchange::RankExchange;
 pub use launch::{run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
 pub use mesh::MeshSettings;
 pub use model::{Grad, Model, ModelError, ModelRanks, Pass};
@@ -52,6 +51,7 @@ pub use options::{
     NextToken, ReplicaChecks, RunOptions, SampleOptions, ValidationData, ValidationOptions,
 };
 pub use rank_bytes::{RankBytes, decoded_moments, gathers, piece_elems, scratch_elems};
+pub use rank_exchange::RankExchange;
 pub use saving::state::TrainerState;
 pub use schedule::{StepSchedule, record_on_device, record_on_host};
 pub use settings::Settings;

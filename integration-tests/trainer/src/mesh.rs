@@ -25,11 +25,12 @@
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device, Reduced, Stream};
-use zero_comm::{CommError, Communicator, ReduceOp, Traffic, TwoLevel};
+use zero_comm::{CommError, Communicator, Gather, Reduce, Traffic, TwoLevel};
 use zero_shard::{Grid, GridLayout, Layout, ShardError, Sharding};
 
 use crate::error::TrainError;
 use crate::model::ModelRanks;
+use crate::settings::Settings;
 
 /// The axes of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -114,15 +115,15 @@ pub(crate) struct Mesh<D: Device> {
     world: Arc<dyn Communicator<D>>,
     /// The data ranks.
     pub(crate) data: Arc<dyn Communicator<D>>,
-    /// The ranks over which parameters are sharded.
-    pub(crate) params: Arc<dyn Communicator<D>>,
-    /// The ranks over which gradients are reduced as they are made.
-    pub(crate) grads: Arc<dyn Communicator<D>>,
+    /// Gathers parameters over the ranks over which they are sharded.
+    pub(crate) gather: Gather<D>,
+    /// Reduces gradients, as they are made, over the ranks over which they are sharded.
+    pub(crate) reduce: Reduce<D>,
     /// The ranks with this rank's micro-batches.
     pub(crate) model: ModelRanks<D>,
     /// The ranks with this rank's shard; `None` if there is one group.
     pub(crate) replicas: Option<Replicas<D>>,
-    /// The communicator of `params` and `grads`, if it has two levels.
+    /// The communicator of `gather` and `reduce`, if it has two levels.
     two_level: Option<Arc<TwoLevel<D>>>,
     grid: Grid,
     settings: MeshSettings,
@@ -163,7 +164,10 @@ impl std::ops::Add for Sent {
 /// The ranks that hold one shard.
 #[derive(Clone)]
 pub(crate) struct Replicas<D: Device> {
-    pub(crate) comm: Arc<dyn Communicator<D>>,
+    /// Gathers a shard from the parts that replicas update.
+    gather: Gather<D>,
+    /// Sums a shard's gradients over the replicas.
+    reduce: Reduce<D>,
     /// The stream of their collectives.
     pub(crate) stream: D::Stream,
     sharding: Sharding,
@@ -171,17 +175,18 @@ pub(crate) struct Replicas<D: Device> {
 
 impl<D: Device> Mesh<D> {
     /// Splits `world` by `layouts`; all ranks call it. The collectives of replicas run on `stream`,
-    /// or on a new one.
+    /// or on a new one. Gathers have no codec.
     pub(crate) fn new(
         device: &D,
         world: Arc<dyn Communicator<D>>,
         layouts: &GridLayout,
-        settings: &MeshSettings,
-        node_ranks: Option<usize>,
+        settings: &Settings,
         stream: Option<D::Stream>,
     ) -> Result<Self, TrainError> {
         let grid = layouts.grid();
-        let node_ranks = node_ranks.map(|ranks| ranks as u64);
+        let node_ranks = settings.node_ranks.map(|ranks| ranks as u64);
+        let stage = settings.stage;
+        let settings = settings.mesh;
         let tensor = settings.tensor_ranks.unwrap_or(1);
         if let Some(node_ranks) = node_ranks {
             if !node_ranks.is_multiple_of(tensor as u64) {
@@ -196,7 +201,7 @@ impl<D: Device> Mesh<D> {
             1 => Arc::clone(&world),
             _ => world.split_by(&|rank| (rank % tensor, rank / tensor))?,
         };
-        let model = model_ranks(&world, &data, settings)?;
+        let model = model_ranks(&world, &data, &settings)?;
         if layouts.sharding() == Sharding::Flat || grid.groups() == 1 {
             let two_level = match grid.groups() {
                 1 => None,
@@ -207,15 +212,15 @@ impl<D: Device> Mesh<D> {
                 None => Arc::clone(&data),
             };
             return Ok(Self {
-                params: Arc::clone(&all),
-                grads: all,
+                gather: Gather::new(Arc::clone(&all)),
+                reduce: Reduce::of_stage(stage, all),
                 world,
                 data,
                 model,
                 replicas: None,
                 two_level,
                 grid,
-                settings: *settings,
+                settings,
                 node_ranks,
             });
         }
@@ -237,17 +242,21 @@ impl<D: Device> Mesh<D> {
         Ok(Self {
             world,
             data,
-            params: group,
-            grads,
+            gather: Gather::new(group),
+            reduce: Reduce::of_stage(stage, grads),
             model,
             replicas: Some(Replicas {
-                comm,
+                reduce: match layouts.sharding() {
+                    Sharding::Replicated => Reduce::all(Arc::clone(&comm)),
+                    _ => Reduce::scatter(Arc::clone(&comm)),
+                },
+                gather: Gather::new(comm),
                 stream,
                 sharding: layouts.sharding(),
             }),
             two_level: None,
             grid,
-            settings: *settings,
+            settings,
             node_ranks,
         })
     }
@@ -257,11 +266,11 @@ impl<D: Device> Mesh<D> {
         let hpz = |replicas: &&Replicas<D>| replicas.sharding == Sharding::Secondary;
         let replicas = self.replicas.as_ref();
         replicas
-            .map(|replicas| [&self.params, &replicas.comm])
+            .map(|replicas| [self.gather.comm(), replicas.comm()])
             .into_iter()
             .flatten()
-            .chain(replicas.filter(hpz).map(|_| &self.grads))
-            .chain(self.two_level.iter().map(|_| &self.params))
+            .chain(replicas.filter(hpz).map(|_| self.reduce.comm()))
+            .chain(self.two_level.iter().map(|_| self.gather.comm()))
             .chain(self.model.tensor.iter().map(|_| &self.data))
             .chain(&self.model.tensor)
             .chain(&self.model.sequence)
@@ -303,8 +312,8 @@ impl<D: Device> Mesh<D> {
             }
             (Some(replicas), _) => {
                 let hpz = replicas.sharding == Sharding::Secondary;
-                let over_all = over_all + if hpz { data(&self.grads) } else { 0 };
-                (over_all, data(&self.params), data(&replicas.comm))
+                let over_all = over_all + if hpz { data(self.reduce.comm()) } else { 0 };
+                (over_all, data(self.gather.comm()), data(replicas.comm()))
             }
         };
         let bytes = self
@@ -355,24 +364,20 @@ fn model_ranks<D: Device>(
 }
 
 impl<D: Device> Replicas<D> {
+    /// The replicas of this rank's shard.
+    pub(crate) fn comm(&self) -> &Arc<dyn Communicator<D>> {
+        self.gather.comm()
+    }
+
     /// Sums the gradients of a shard, of which each replica has `sum`, in place. Returns what this
     /// rank updates by: the sum, or its part of it.
     pub(crate) fn sum(&self, sum: &Reduced<D>) -> Result<Reduced<D>, TrainError> {
         // SAFETY: used by the collective below, on the stream; the result takes the place of `sum`.
         let shard = unsafe { sum.slice_on(&self.stream) }?;
-        let comm = &self.comm;
-        let stream = &self.stream;
-        let updated = if self.sharding == Sharding::Replicated {
-            comm.all_reduce(stream, shard, shard, ReduceOp::Sum)?;
-            shard
-        } else {
-            let own = self.part_of(shard);
-            comm.reduce_scatter(stream, shard, own, ReduceOp::Sum)?;
-            own
-        };
+        let updated = self.reduce.sum_in_place(&self.stream, shard)?;
         // SAFETY: written before the event on the stream, which waits for all earlier writes. The
         // optimizer waits for the event, and what writes the shard next is ordered after it.
-        Ok(unsafe { Reduced::new(updated, stream.record()?) })
+        Ok(unsafe { Reduced::new(updated, self.stream.record()?) })
     }
 
     /// Gathers a shard from its parts, each updated by a replica before `updated`. Returns the
@@ -383,15 +388,15 @@ impl<D: Device> Replicas<D> {
         shard: AnySlice,
     ) -> Result<D::Event, CommError> {
         self.stream.wait(updated)?;
-        self.comm
-            .all_gather(&self.stream, self.part_of(shard), shard)?;
+        self.gather
+            .enqueue(&self.stream, self.part_of(shard), shard)?;
         Ok(self.stream.record()?)
     }
 
     /// This replica's part of a shard.
     pub(crate) fn part_of(&self, shard: AnySlice) -> AnySlice {
-        let len = shard.len() / self.comm.world_size();
-        let start = self.comm.rank() * len;
+        let len = shard.len() / self.comm().world_size();
+        let start = self.comm().rank() * len;
         shard.slice(start..start + len)
     }
 }

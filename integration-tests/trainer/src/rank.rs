@@ -86,7 +86,8 @@ pub(crate) struct Rank<D: Device> {
     pub(crate) host: HostSide<D>,
     /// The stream of forward, backward and the optimizer.
     pub(crate) compute: D::Stream,
-    /// The stream of collectives, ordered with compute by events alone.
+    /// The stream of collectives, ordered with compute by events alone; the compute stream, if
+    /// nothing overlaps.
     pub(crate) comm_stream: D::Stream,
     /// The operations of the two streams with their times.
     pub(crate) timeline: Timeline,
@@ -125,7 +126,11 @@ impl<D: Device> Rank<D> {
         } = units;
         let index = comm.rank();
         let compute = device.create_stream(&format!("rank {index} compute"))?;
-        let comm_stream = device.create_urgent_stream(&format!("rank {index} comm"))?;
+        // On one stream communication and compute wait for each other.
+        let comm_stream = match settings.overlap {
+            true => device.create_urgent_stream(&format!("rank {index} comm"))?,
+            false => compute.clone(),
+        };
         let (kernels, host) = parts(&device, &compute)?;
         let in_groups = layouts.sharding() != Sharding::Flat && layouts.grid().groups() > 1;
         let of_stage_3 = layouts.sharding() == Sharding::Secondary;
@@ -144,6 +149,13 @@ impl<D: Device> Rank<D> {
                     .to_owned(),
             ));
         }
+        if settings.graphs && settings.gather_codec.is_some() {
+            return Err(TrainError::Usage(
+                "gathers with a codec cannot be recorded into CUDA graphs, because encoded units are in memory that is \
+                 allocated and freed during the step: set Settings::graphs to false"
+                    .to_owned(),
+            ));
+        }
         if settings.graphs && settings.mesh.ranks_of_batch() > 1 {
             return Err(TrainError::Usage(
                 "steps whose ranks share micro-batches cannot be recorded into CUDA graphs: set Settings::graphs to false"
@@ -152,17 +164,16 @@ impl<D: Device> Rank<D> {
         }
         // A graph may run its branches one after the other, in an order that differs by rank: all
         // collectives are then in one stream.
-        let of_graphs = settings.graphs.then(|| comm_stream.clone());
-        let nodes = settings.node_ranks;
-        let mesh = Mesh::new(
-            &device,
-            Arc::clone(&comm),
-            &layouts,
-            &settings.mesh,
-            nodes,
-            of_graphs,
-        )?;
+        let one_stream = settings.graphs || !settings.overlap;
+        let of_replicas = one_stream.then(|| comm_stream.clone());
+        let mut mesh = Mesh::new(&device, Arc::clone(&comm), &layouts, settings, of_replicas)?;
         let pool = Pool::new(device, usize::MAX);
+        if let Some(codec) = &settings.gather_codec {
+            let kernels = Arc::clone(&kernels);
+            mesh.gather = mesh
+                .gather
+                .with_codec(Arc::clone(codec), kernels, pool.clone());
+        }
         let layout = Arc::new(layouts.params(0).0.clone());
         let groups = settings.resolve_groups(&layout)?;
         Ok(Self {
@@ -289,10 +300,12 @@ impl<D: Device> Rank<D> {
         Ok(self.groups.of(layout, sharded.then_some(shard))?)
     }
 
-    /// The streams of collectives.
+    /// The streams of collectives beside the compute stream.
     pub(crate) fn collective_streams(&self) -> impl Iterator<Item = &D::Stream> {
         let replicas = self.mesh.replicas.iter();
-        std::iter::once(&self.comm_stream).chain(replicas.map(|replicas| &replicas.stream))
+        std::iter::once(&self.comm_stream)
+            .chain(replicas.map(|replicas| &replicas.stream))
+            .filter(|stream| stream.id() != self.compute.id())
     }
 
     /// All streams.

@@ -12,20 +12,19 @@ use zero_optim::StepOutcome;
 use zero_shard::ZeroStage;
 
 use crate::error::TrainError;
-use crate::exchange::RankExchange;
 use crate::model::Model;
 use crate::offload::settings::Home;
 use crate::options::RunOptions;
 use crate::rank::Rank;
+use crate::rank_exchange::RankExchange;
 use crate::samples;
 use crate::saving::replicas;
 use crate::saving::saver::Saver;
 use crate::saving::state::{self, TrainerState};
-use crate::stages::dense::Dense;
 use crate::stages::optimizer::STEPS_AHEAD;
 use crate::stages::stage::{MicroBatches, Stage};
 use crate::stages::stage3::Stage3;
-use crate::stages::stages_1_and_2::Stages1And2;
+use crate::stages::stages_0_to_2::Stages0To2;
 use crate::step::batch_loader::BatchLoader;
 use crate::step::flags::{self, Enqueued, Flags};
 use crate::step::inputs::StepInputs;
@@ -99,8 +98,9 @@ fn create<D: Device>(
     model: &dyn Model<D>,
 ) -> Result<Box<dyn Stage<D>>, TrainError> {
     Ok(match rank.settings.stage {
-        ZeroStage::Zero => Box::new(Dense::new(rank, model)?),
-        ZeroStage::One | ZeroStage::Two => Box::new(Stages1And2::new(rank, model)?),
+        ZeroStage::Zero | ZeroStage::One | ZeroStage::Two => {
+            Box::new(Stages0To2::new(rank, model)?)
+        }
         ZeroStage::Three => Box::new(Stage3::new(rank, model)?),
     })
 }

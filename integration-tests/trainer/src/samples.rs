@@ -15,10 +15,10 @@ use zero_alloc::device::{AnySlice, DType, Device};
 
 use crate::batch::Batch;
 use crate::error::TrainError;
-use crate::exchange::RankExchange;
 use crate::model::{Model, ModelError};
 use crate::options::{RunOptions, SampleOptions};
 use crate::rank::Rank;
+use crate::rank_exchange::RankExchange;
 use crate::stages::stage::Stage;
 use crate::telemetry::phase::Phase;
 use crate::telemetry::phased::run_in;

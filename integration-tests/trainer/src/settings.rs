@@ -1,9 +1,10 @@
 //! The settings of a run that its ranks share.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::device::DType;
-use zero_comm::PrefetchOptions;
+use zero_comm::{PrefetchOptions, WireCodec};
 use zero_optim::{OptimizerConfig, StateArrays};
 use zero_shard::{AxisTraffic, GridLayout, Layout, ShardError, Widths, ZeroStage};
 
@@ -36,6 +37,9 @@ pub struct Settings {
     pub overlap: bool,
     /// How stage 3 gathers units.
     pub prefetch: PrefetchOptions,
+    /// The format in which gathered parameters travel; `None`: as they are. Stages 1 and 2 then
+    /// keep this rank's shard apart from the gathered parameters.
+    pub gather_codec: Option<Arc<dyn WireCodec>>,
     /// The optimizer.
     pub optimizer: OptimizerConfig,
     /// Rules of tensors that differ from the optimizer's.
@@ -64,6 +68,7 @@ impl Settings {
             bucket_capacity_elems: 1 << 20,
             overlap: true,
             prefetch: PrefetchOptions::default(),
+            gather_codec: None,
             optimizer: OptimizerConfig::default(),
             groups: GroupSettings::default(),
             kind_of,
@@ -151,7 +156,12 @@ impl Settings {
     pub fn widths(&self) -> Widths {
         let state = self.optimizer_state().bytes(1);
         let param = self.dtype.size_bytes();
-        Widths::new(param as u64, state as u64, self.grad_accum_steps as u64)
+        let widths = Widths::new(param as u64, state as u64, self.grad_accum_steps as u64);
+        let codec = self.gather_codec.as_ref();
+        Widths {
+            gathered: codec.map_or(widths.gathered, |codec| codec.format()),
+            ..widths
+        }
     }
 
     /// The arrays of the optimizer's state.

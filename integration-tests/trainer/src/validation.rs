@@ -15,11 +15,11 @@ use zero_alloc::device::{Device, Event, Stream};
 
 use crate::batch::Batch;
 use crate::error::TrainError;
-use crate::exchange::RankExchange;
 use crate::model::Model;
 use crate::options::RunOptions;
 use crate::options::ValidationOptions;
 use crate::rank::Rank;
+use crate::rank_exchange::RankExchange;
 use crate::stages::stage::Stage;
 use crate::telemetry::metrics::{Best, Validation};
 use crate::telemetry::phase::Phase;

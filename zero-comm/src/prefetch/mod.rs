@@ -32,7 +32,7 @@
 //! it.
 
 mod live;
-mod plan;
+mod policy;
 mod report;
 mod step;
 mod unsharded;
@@ -45,13 +45,14 @@ use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
 use zero_alloc::{AllocError, Pool};
 
-pub use plan::{PlannedStep, plan_step};
+pub use policy::{PlannedStep, plan_step};
 pub use report::{OrderCheck, PrefetchReport};
 pub use step::PrefetchStep;
 pub use unsharded::{OwnShard, Unsharded};
 
-use crate::{CommError, Communicator};
+use crate::{CommError, Gather};
 use live::{Lease, Live};
+use policy::Policy;
 
 /// The reason why a unit could not be gathered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -147,16 +148,16 @@ impl Default for PrefetchOptions {
 /// ```
 pub struct Prefetcher<D: Device> {
     pool: Pool<D>,
-    comm: Arc<dyn Communicator<D>>,
+    gather: Gather<D>,
     compute: D::Stream,
     comm_stream: D::Stream,
-    shards: Shards<D>,
+    shards: Box<dyn ShardSource<D>>,
+    shard_elems: Vec<usize>,
     options: PrefetchOptions,
+    policy: Policy,
     live: Arc<Mutex<Live>>,
     /// The units in flight or kept, by index.
     ready: HashMap<usize, Unsharded<D>>,
-    /// The expected order of use of a step.
-    order: Option<Vec<usize>>,
     /// The uses of this step so far.
     used: Vec<usize>,
     /// A step is being started: its first gathers are not all enqueued.
@@ -167,8 +168,8 @@ pub struct Prefetcher<D: Device> {
 /// The shards of one rank that are elsewhere than in memory of the device, such as host memory or
 /// NVMe.
 pub trait ShardSource<D: Device>: Send {
-    /// The dtype of the shards.
-    fn dtype(&self) -> DType;
+    /// The dtype of the shard of `unit`.
+    fn dtype(&self, unit: usize) -> DType;
 
     /// Elements of each unit's shard; they do not change.
     fn shard_elems(&self) -> Vec<usize>;
@@ -187,27 +188,25 @@ pub trait ShardSource<D: Device>: Send {
     ) -> Result<Option<AnySlice>, PrefetchError>;
 }
 
-enum Shards<D: Device> {
-    Slices(Vec<AnySlice>),
-    Source {
-        elems: Vec<usize>,
-        source: Box<dyn ShardSource<D>>,
-    },
-}
+/// Shards in memory of the device.
+struct Slices(Vec<AnySlice>);
 
-impl<D: Device> Shards<D> {
-    fn units(&self) -> usize {
-        match self {
-            Self::Slices(slices) => slices.len(),
-            Self::Source { elems, .. } => elems.len(),
-        }
+impl<D: Device> ShardSource<D> for Slices {
+    fn dtype(&self, unit: usize) -> DType {
+        self.0[unit].dtype()
     }
 
-    fn elems(&self, unit: usize) -> Option<usize> {
-        match self {
-            Self::Slices(slices) => slices.get(unit).map(|slice| slice.len()),
-            Self::Source { elems, .. } => elems.get(unit).copied(),
-        }
+    fn shard_elems(&self) -> Vec<usize> {
+        self.0.iter().map(|slice| slice.len()).collect()
+    }
+
+    fn fetch(
+        &mut self,
+        _comm_stream: &D::Stream,
+        unit: usize,
+        _own: OwnShard<'_>,
+    ) -> Result<Option<AnySlice>, PrefetchError> {
+        Ok(Some(self.0[unit]))
     }
 }
 
@@ -216,7 +215,7 @@ impl<D: Device> fmt::Debug for Prefetcher<D> {
         write!(
             f,
             "Prefetcher({} units, {:?})",
-            self.shards.units(),
+            self.shard_elems.len(),
             self.options
         )
     }
@@ -227,69 +226,42 @@ impl<D: Device> Prefetcher<D> {
     /// on all ranks.
     pub fn new(
         pool: Pool<D>,
-        comm: Arc<dyn Communicator<D>>,
+        gather: impl Into<Gather<D>>,
         compute: D::Stream,
         comm_stream: D::Stream,
         shards: Vec<AnySlice>,
         options: PrefetchOptions,
     ) -> Self {
-        Self::of(
-            pool,
-            comm,
-            compute,
-            comm_stream,
-            Shards::Slices(shards),
-            options,
-        )
+        Self::with_source(pool, gather, compute, comm_stream, Slices(shards), options)
     }
 
     /// As [`Self::new`], with shards from `source`.
     pub fn with_source(
         pool: Pool<D>,
-        comm: Arc<dyn Communicator<D>>,
+        gather: impl Into<Gather<D>>,
         compute: D::Stream,
         comm_stream: D::Stream,
         source: impl ShardSource<D> + 'static,
         options: PrefetchOptions,
     ) -> Self {
-        let elems = source.shard_elems();
-        let source = Box::new(source);
-        Self::of(
-            pool,
-            comm,
-            compute,
-            comm_stream,
-            Shards::Source { elems, source },
-            options,
-        )
-    }
-
-    fn of(
-        pool: Pool<D>,
-        comm: Arc<dyn Communicator<D>>,
-        compute: D::Stream,
-        comm_stream: D::Stream,
-        shards: Shards<D>,
-        options: PrefetchOptions,
-    ) -> Self {
-        let live = Arc::default();
-        let ready = HashMap::new();
-        let order = None;
-        let used = Vec::new();
-        let report = PrefetchReport::default();
+        let gather = gather.into();
+        let shard_elems = source.shard_elems();
+        let ranks = gather.comm().world_size();
+        let elems = shard_elems.iter().map(|&elems| (elems * ranks) as u64);
         Self {
+            policy: Policy::new(elems.collect(), options),
             pool,
-            comm,
+            gather,
             compute,
             comm_stream,
-            shards,
+            shards: Box::new(source),
+            shard_elems,
             options,
-            live,
-            ready,
-            order,
-            used,
+            live: Arc::default(),
+            ready: HashMap::new(),
+            used: Vec::new(),
             starting: false,
-            report,
+            report: PrefetchReport::default(),
         }
     }
 
@@ -302,7 +274,7 @@ impl<D: Device> Prefetcher<D> {
         order
             .iter()
             .try_for_each(|&unit| self.elems(unit).map(drop))?;
-        self.order = Some(order);
+        self.policy.set_order(order);
         Ok(())
     }
 
@@ -311,11 +283,11 @@ impl<D: Device> Prefetcher<D> {
     /// # Errors
     /// [`PrefetchError::NoSuchUnit`].
     pub fn elems(&self, unit: usize) -> Result<usize, PrefetchError> {
-        let no_such = || PrefetchError::NoSuchUnit {
-            unit,
-            units: self.shards.units(),
-        };
-        Ok(self.shards.elems(unit).ok_or_else(no_such)? * self.comm.world_size())
+        let units = self.shard_elems.len();
+        if unit >= units {
+            return Err(PrefetchError::NoSuchUnit { unit, units });
+        }
+        Ok(self.shard_elems[unit] * self.gather.comm().world_size())
     }
 
     /// Elements in flight, held and kept.
@@ -340,10 +312,9 @@ impl<D: Device> Prefetcher<D> {
             self.ready.clear();
             self.used.clear();
             self.report = PrefetchReport::default();
-            self.report.order = if self.order.is_some() {
-                OrderCheck::Followed
-            } else {
-                OrderCheck::Recorded
+            self.report.order = match self.policy.begin_step() {
+                true => OrderCheck::Followed,
+                false => OrderCheck::Recorded,
             };
             let mut live = self.live.lock();
             live.step += 1;
@@ -360,54 +331,74 @@ impl<D: Device> Prefetcher<D> {
         if self.live.lock().held.contains(&unit) {
             return Err(PrefetchError::Held { unit });
         }
-        let expected = self
-            .order
-            .as_ref()
-            .and_then(|order| order.get(self.used.len()).copied());
+        let expected = self.policy.expected();
         if expected != Some(unit) {
             self.order_changed(expected, Some(unit));
         }
-        self.used.push(unit);
-        let unsharded = self.take(unit, elems);
-        if unsharded.is_err() {
-            // The use can be tried again, with the gathers of other ranks.
-            self.used.pop();
-        }
-        unsharded
-    }
 
-    fn take(&mut self, unit: usize, elems: usize) -> Result<Unsharded<D>, PrefetchError> {
-        let mut unsharded = match self.ready.remove(&unit) {
+        self.policy.begin_use(unit);
+        let unsharded = match self.ready.remove(&unit) {
             Some(unsharded) => {
-                let in_flight = unsharded.is_in_flight();
-                *(if in_flight {
-                    &mut self.report.prefetched
-                } else {
-                    &mut self.report.kept
-                }) += 1;
-                unsharded
+                match unsharded.is_in_flight() {
+                    true => self.report.prefetched += 1,
+                    false => self.report.kept += 1,
+                }
+                Ok(unsharded)
             }
             None => {
                 self.report.on_demand += 1;
-                self.make_room(unit, elems)?;
-                if self.options.ahead == 0 {
-                    self.comm_stream.wait(&self.compute.record()?)?;
-                }
-                self.gather(unit, elems)?
+                self.gather_on_demand(unit, elems)
             }
         };
+        let mut unsharded = unsharded.inspect_err(|_| self.policy.undo_use(unit, false))?;
 
-        if unsharded.is_in_flight() {
-            unsharded.wait_on(&self.compute)?;
+        if unsharded.is_in_flight()
+            && let Err(error) = unsharded.wait_on(&self.compute)
+        {
+            self.policy.undo_use(unit, false);
+            return Err(error.into());
         }
         unsharded.lease.set_held(true);
         if let Err(error) = self.gather_ahead() {
             unsharded.lease.set_held(false);
+            self.policy.undo_use(unit, true);
             self.ready.insert(unit, unsharded);
             return Err(error);
         }
-
+        self.used.push(unit);
         Ok(unsharded)
+    }
+
+    fn gather_on_demand(
+        &mut self,
+        unit: usize,
+        unit_elems: usize,
+    ) -> Result<Unsharded<D>, PrefetchError> {
+        let Self {
+            policy,
+            ready,
+            live,
+            compute,
+            report,
+            ..
+        } = self;
+
+        let fits = policy.make_room(unit, |freed| {
+            free(freed, ready, compute, report);
+            live.lock().elems as u64
+        });
+        if !fits {
+            return Err(PrefetchError::LiveLimit {
+                unit,
+                unit_elems,
+                live_elems: self.live_elems(),
+                limit_elems: self.options.max_live_elems,
+            });
+        }
+        if self.options.ahead == 0 {
+            self.comm_stream.wait(&self.compute.record()?)?;
+        }
+        self.gather_unit(unit)
     }
 
     fn reshard(&mut self, unsharded: Unsharded<D>) {
@@ -416,33 +407,20 @@ impl<D: Device> Prefetcher<D> {
         }
         unsharded.lease.set_held(false);
         let unit = unsharded.lease.unit;
-        let elems = unsharded.lease.elems;
-        let next = match self.report.order {
-            OrderCheck::Followed => self
-                .order
-                .as_ref()
-                .and_then(|order| order.get(self.used.len()).copied()),
-            _ => None,
-        };
-        if next == Some(unit) || elems <= self.options.persistence_threshold_elems {
+        if self.policy.reshard(unit) {
             self.ready.insert(unit, unsharded);
         }
     }
 
     /// `whole`: all uses were made, so that a missing one is a change of order.
     fn end_step(&mut self, whole: bool) -> PrefetchReport {
-        if whole
-            && let Some(&expected) = self
-                .order
-                .as_ref()
-                .and_then(|order| order.get(self.used.len()))
-        {
+        if let (true, Some(expected)) = (whole, self.policy.expected()) {
             self.order_changed(Some(expected), None);
         }
-        self.drop_in_flight();
+        self.stop_following();
         self.ready.clear();
         if self.report.order != OrderCheck::Followed {
-            self.order = Some(std::mem::take(&mut self.used));
+            self.policy.set_order(std::mem::take(&mut self.used));
         }
         self.report.peak_live_elems = self.live.lock().peak_elems;
         self.report
@@ -455,125 +433,50 @@ impl<D: Device> Prefetcher<D> {
                 expected,
                 got,
             };
-            self.drop_in_flight();
+            self.stop_following();
         }
     }
 
-    fn drop_in_flight(&mut self) {
-        let before = self.ready.len();
-        // The gather reads this rank's shard, which compute may write next.
-        let gathers = self.ready.values().filter(|unit| unit.is_in_flight());
-        gathers.for_each(|unit| unit.hold_writers(&self.compute));
-        self.ready.retain(|_, unit| !unit.is_in_flight());
-        self.report.wasted += before - self.ready.len();
+    fn stop_following(&mut self) {
+        let in_flight = self.policy.stop_following();
+        free(&in_flight, &mut self.ready, &self.compute, &mut self.report);
     }
 
-    /// Frees units in flight, then units kept, until `unit` fits the limit.
-    fn make_room(&mut self, unit: usize, unit_elems: usize) -> Result<(), PrefetchError> {
-        let limit_elems = self.options.max_live_elems;
-        let fits = |live: usize| {
-            live == 0
-                || live
-                    .checked_add(unit_elems)
-                    .is_some_and(|sum| sum <= limit_elems)
-        };
-
-        if !fits(self.live_elems()) {
-            self.drop_in_flight();
-        }
-        if !fits(self.live_elems()) {
-            self.ready.clear();
-        }
-        let live_elems = self.live_elems();
-
-        if fits(live_elems) {
-            Ok(())
-        } else {
-            Err(PrefetchError::LiveLimit {
-                unit,
-                unit_elems,
-                live_elems,
-                limit_elems,
-            })
-        }
-    }
-
-    fn gather(&mut self, unit: usize, elems: usize) -> Result<Unsharded<D>, PrefetchError> {
-        let Self {
-            pool,
-            comm,
-            comm_stream,
-            live,
-            shards,
-            ..
-        } = self;
-
-        let lease = Lease::new(live, unit, elems);
-        match shards {
-            Shards::Slices(shards) => {
-                let shard = shards[unit];
-                Unsharded::gather(
-                    pool,
-                    &**comm,
-                    comm_stream,
-                    (shard.len(), shard.dtype()),
-                    |_| Ok(Some(shard)),
-                    lease,
-                )
-            }
-            Shards::Source { elems, source } => {
-                let shard = (elems[unit], source.dtype());
-                Unsharded::gather(
-                    pool,
-                    &**comm,
-                    comm_stream,
-                    shard,
-                    |own| source.fetch(comm_stream, unit, own),
-                    lease,
-                )
-            }
-        }
-    }
-
-    /// Enqueues the gathers of the next uses, in order, as far as the limits allow.
+    /// Enqueues the gathers of the next uses.
     fn gather_ahead(&mut self) -> Result<(), PrefetchError> {
-        if self.report.order != OrderCheck::Followed {
-            return Ok(());
-        }
-        let mut in_flight: usize = self
-            .ready
-            .values()
-            .filter(|unit| unit.is_in_flight())
-            .map(|unit| unit.lease.elems)
-            .sum();
-        let at = self.used.len();
-
-        for position in at..at.saturating_add(self.options.ahead) {
-            let Some(&unit) = self.order.as_ref().and_then(|order| order.get(position)) else {
-                break;
-            };
-            if self.ready.contains_key(&unit) {
-                continue;
-            }
-            let elems = self.elems(unit)?;
-            if in_flight > 0 && in_flight.saturating_add(elems) > self.options.ahead_elems {
-                break;
-            }
+        loop {
             let live = self.live.lock();
-            let room = live
-                .elems
-                .checked_add(elems)
-                .is_some_and(|sum| sum <= self.options.max_live_elems);
-            // A held unit may become kept, so do not gather it now.
-            if !room || live.held.contains(&unit) {
-                break;
-            }
+            let is_held = |unit| live.held.contains(&unit);
+            let next = self.policy.next_ahead(live.elems as u64, is_held);
             drop(live);
-            let gathered = self.gather(unit, elems)?;
+            let Some(unit) = next else { return Ok(()) };
+            let gathered = self.gather_unit(unit)?;
             self.ready.insert(unit, gathered);
-            in_flight += elems;
+            self.policy.gathered(unit);
         }
+    }
 
-        Ok(())
+    fn gather_unit(&mut self, unit: usize) -> Result<Unsharded<D>, PrefetchError> {
+        let elems = self.elems(unit)?;
+        let shard = (self.shard_elems[unit], self.shards.dtype(unit));
+        let lease = Lease::new(&self.live, unit, elems);
+        let comm_stream = &self.comm_stream;
+        let fetch = |own: OwnShard<'_>| self.shards.fetch(comm_stream, unit, own);
+        Unsharded::gather(&self.pool, &self.gather, comm_stream, shard, fetch, lease)
+    }
+}
+
+/// Frees units in flight or kept.
+fn free<D: Device>(
+    units: &[usize],
+    ready: &mut HashMap<usize, Unsharded<D>>,
+    compute: &D::Stream,
+    report: &mut PrefetchReport,
+) {
+    let freed = units.iter().filter_map(|unit| ready.remove(unit));
+    for unsharded in freed.filter(Unsharded::is_in_flight) {
+        // The gather reads this rank's shard, which compute may write next.
+        unsharded.hold_writers(compute);
+        report.wasted += 1;
     }
 }

@@ -11,7 +11,7 @@ use zero_alloc::{Block, Pool, Purpose};
 
 use super::PrefetchError;
 use super::live::Lease;
-use crate::Communicator;
+use crate::Gather;
 
 /// The place of this rank's shard in a unit that is about to be gathered, for one call of
 /// [`ShardSource::fetch`](crate::ShardSource::fetch).
@@ -26,7 +26,7 @@ use crate::Communicator;
 /// struct Keep(Option<OwnShard<'static>>);
 ///
 /// impl ShardSource<HostDevice> for Keep {
-/// #   fn dtype(&self) -> DType { DType::F32 }
+/// #   fn dtype(&self, _unit: usize) -> DType { DType::F32 }
 /// #   fn shard_elems(&self) -> Vec<usize> { vec![4] }
 ///     fn fetch(
 ///         &mut self,
@@ -126,14 +126,14 @@ impl<D: Device> Unsharded<D> {
     /// The pool is out of memory, `shard` failed, or the collective was not enqueued.
     pub(super) fn gather(
         pool: &Pool<D>,
-        comm: &dyn Communicator<D>,
+        gather: &Gather<D>,
         comm_stream: &D::Stream,
         (len, dtype): (usize, DType),
         shard: impl FnOnce(OwnShard<'_>) -> Result<Option<AnySlice>, PrefetchError>,
         lease: Lease,
     ) -> Result<Self, PrefetchError> {
         let mut block = pool.allocate(
-            len * comm.world_size(),
+            len * gather.comm().world_size(),
             dtype,
             Purpose::Buckets,
             comm_stream,
@@ -141,13 +141,14 @@ impl<D: Device> Unsharded<D> {
         // SAFETY: every stream that uses the slice is recorded before the block is dropped: the
         // communication stream below, the user's stream by `Drop`.
         let slice = unsafe { block.slice() };
-        let own = slice.slice(comm.rank() * len..(comm.rank() + 1) * len);
+        let rank = gather.comm().rank();
+        let own = slice.slice(rank * len..(rank + 1) * len);
         let place = OwnShard {
             slice: own,
             _call: PhantomData,
         };
         let enqueued = shard(place)
-            .and_then(|shard| Ok(comm.all_gather(comm_stream, shard.unwrap_or(own), slice)?));
+            .and_then(|shard| Ok(gather.enqueue(comm_stream, shard.unwrap_or(own), slice)?));
         block.record_use(comm_stream)?;
         enqueued?;
         let gathered = comm_stream.record()?;

@@ -1,5 +1,4 @@
-//! Gradient buckets: results do not depend on capacity, count, overlap or delays; each hazard has a
-//! test.
+//! Gradient buckets: results do not depend on capacity, count or delays; each hazard has a test.
 
 use crate::common::{Comm, LIMIT, Random, Streams, accumulate, copy, delay, on_ranks, view};
 use half::bf16;
@@ -7,7 +6,7 @@ use proptest::prelude::*;
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Pool, Purpose};
-use zero_comm::{BucketError, BucketOptions, Buckets, CommError, CommOptions, ReduceOp, SumInto};
+use zero_comm::{BucketError, BucketOptions, Buckets, CommError, CommOptions, Reduce, SumInto};
 use zero_kernels::KernelError;
 use zero_kernels::host::HostKernels;
 
@@ -21,15 +20,31 @@ enum Stage {
     Accumulated,
 }
 
+/// Buckets of which each rank keeps its shard of the sum.
 fn buckets(
     comm: &Comm,
+    streams: &Streams,
+    options: BucketOptions,
+) -> (Pool<HostDevice>, Buckets<HostDevice>) {
+    buckets_of(Reduce::scatter(comm.clone()), streams, options)
+}
+
+fn reduce_to(comm: &Comm, shards: bool) -> Reduce<HostDevice> {
+    match shards {
+        true => Reduce::scatter(comm.clone()),
+        false => Reduce::all(comm.clone()),
+    }
+}
+
+fn buckets_of(
+    reduce: Reduce<HostDevice>,
     streams: &Streams,
     options: BucketOptions,
 ) -> (Pool<HostDevice>, Buckets<HostDevice>) {
     let pool = Pool::new(HostDevice::new(), 1 << 24);
     let buckets = Buckets::new(
         &pool,
-        comm.clone(),
+        reduce,
         streams.compute.clone(),
         streams.comm.clone(),
         options,
@@ -57,7 +72,8 @@ fn reduce(
     on_ranks(n, CommOptions::default(), |comm, streams| {
         let rank = comm.rank();
         let mut random = Random::new(rank as u64);
-        let (pool, buckets) = buckets(&comm, streams, options);
+        let shards = !matches!(stage, Stage::Replicated);
+        let (pool, buckets) = buckets_of(reduce_to(&comm, shards), streams, options);
         let held = pool.report().of(Purpose::Buckets);
         assert_eq!(held.live_bytes, options.count * options.capacity_elems * 4);
         let mut kept = vec![
@@ -90,32 +106,29 @@ fn reduce(
                 }
                 delay(&streams.comm, &mut random);
                 let done = match stage {
-                    Stage::Sharded => filling
-                        .reduce_scatter_into(result.slice(piece), ReduceOp::Sum)
-                        .unwrap()
-                        .finish(),
+                    Stage::Sharded => filling.reduce_to(result.slice(piece)).unwrap().finish(),
                     Stage::Accumulated => {
-                        let in_flight = filling.reduce_scatter(ReduceOp::Sum).unwrap();
+                        let in_flight = filling.reduce().unwrap();
                         // SAFETY: used on the communication stream, before it is finished.
                         accumulate(
                             &streams.comm,
-                            unsafe { in_flight.segment() },
+                            unsafe { in_flight.result() },
                             result.slice(piece),
                         );
                         in_flight.finish()
                     }
                     Stage::Replicated => {
-                        let in_flight = filling.all_reduce(ReduceOp::Sum).unwrap();
+                        let in_flight = filling.reduce().unwrap();
                         for q in 0..n {
                             // SAFETY: used on the communication stream, before it is finished.
-                            let reduced = unsafe { in_flight.slice() };
+                            let reduced = unsafe { in_flight.result() };
                             let segment = reduced.slice(q * piece.len()..(q + 1) * piece.len());
                             accumulate(&streams.comm, segment, result.slice(of_rank(q)));
                         }
                         in_flight.finish()
                     }
                 };
-                done.unwrap().wait_on(&streams.compute).unwrap();
+                streams.compute.wait(&done.unwrap()).unwrap();
             }
         }
         buckets.wait_all_on(&streams.compute).unwrap();
@@ -148,11 +161,11 @@ proptest! {
     #[test]
     fn any_cut_gives_the_plain_sum(
         n in 1usize..5, shard_elems in 0usize..40, micro_batches in 1usize..3,
-        segment in 1usize..20, count in 1usize..4, overlap in any::<bool>(),
+        segment in 1usize..20, count in 1usize..4,
         stage in prop_oneof![Just(Stage::Replicated), Just(Stage::Sharded), Just(Stage::Accumulated)],
     ) {
         let micro_batches = if matches!(stage, Stage::Sharded) { 1 } else { micro_batches };
-        let options = BucketOptions::new(segment * n, DType::F32).count(count).overlap(overlap);
+        let options = BucketOptions::new(segment * n, DType::F32).count(count);
         let mut sum = vec![0f32; shard_elems * n];
         for micro in 0..micro_batches {
             for rank in 0..n {
@@ -188,11 +201,7 @@ fn launch_waits_for_every_producer() {
             copy(&second, source.slice(4..8), bucket.slice(4..8));
             delay(&streams.compute, &mut random);
             copy(&streams.compute, source.slice(0..4), bucket.slice(0..4));
-            drop(
-                filling
-                    .reduce_scatter_into(view(result), ReduceOp::Sum)
-                    .unwrap(),
-            );
+            drop(filling.reduce_to(view(result)).unwrap());
         }
         buckets.wait_all_on(&streams.compute).unwrap();
         streams.synchronize();
@@ -228,7 +237,7 @@ fn dropped_bucket_is_free_again() {
         let refused = buckets
             .begin(4)
             .unwrap()
-            .reduce_scatter_into(view(&mut shard), ReduceOp::Sum)
+            .reduce_to(view(&mut shard))
             .unwrap_err();
         assert!(
             matches!(
@@ -254,7 +263,7 @@ fn bucket_without_producer_keeps_its_last_uses() {
         let _done = buckets
             .begin(4)
             .unwrap()
-            .all_reduce(ReduceOp::Sum)
+            .reduce()
             .unwrap()
             .finish()
             .unwrap();
@@ -277,7 +286,7 @@ fn bad_options_are_errors() {
         let make = |options| {
             Buckets::new(
                 &pool,
-                comm.clone(),
+                Reduce::scatter(comm.clone()),
                 streams.compute.clone(),
                 streams.comm.clone(),
                 options,
@@ -307,11 +316,7 @@ fn bad_options_are_errors() {
             Err(BucketError::Alloc(_))
         ));
         let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(4, DType::F32));
-        let odd = buckets
-            .begin(4)
-            .unwrap()
-            .reduce_scatter(ReduceOp::Sum)
-            .unwrap_err();
+        let odd = buckets.begin(4).unwrap().reduce().unwrap_err();
         assert!(
             matches!(
                 odd,
@@ -323,39 +328,6 @@ fn bad_options_are_errors() {
             ),
             "{odd}"
         );
-    });
-}
-
-#[test]
-fn without_overlap_compute_waits_for_every_bucket() {
-    on_ranks(1, CommOptions::default(), |comm, streams| {
-        for overlap in [true, false] {
-            let (_pool, buckets) = buckets(
-                &comm,
-                streams,
-                BucketOptions::new(4, DType::F32).overlap(overlap),
-            );
-            let open = std::sync::Arc::new(zero_alloc::host::Monitor::new(false));
-            let waiting = open.clone();
-            streams
-                .comm
-                .enqueue("hold", move || {
-                    waiting.wait_until(LIMIT, String::new, |open| open.then_some(()))
-                })
-                .unwrap();
-            let filling = buckets.begin(4).unwrap();
-            let _done = filling.all_reduce(ReduceOp::Sum).unwrap().finish().unwrap();
-            let point = streams.compute.record().unwrap();
-            if overlap {
-                // Compute does not wait for the bucket.
-                zero_alloc::device::Event::synchronize(&point, LIMIT).unwrap();
-            } else {
-                let soon = std::time::Duration::from_millis(30);
-                zero_alloc::device::Event::synchronize(&point, soon).unwrap_err();
-            }
-            open.update(|open| *open = true);
-            streams.synchronize();
-        }
     });
 }
 
@@ -394,7 +366,8 @@ fn scattered_parts_give_the_plain_sum() {
         let kept = on_ranks(n, CommOptions::default(), |comm, streams| {
             let kernels = HostKernels::new(1).unwrap();
             let mut random = Random::new(comm.rank() as u64);
-            let (_pool, buckets) = buckets(&comm, streams, BucketOptions::new(capacity, dtype));
+            let options = BucketOptions::new(capacity, dtype);
+            let (_pool, buckets) = buckets_of(reduce_to(&comm, scatter), streams, options);
             let mut kept = vec![-1f32; if scatter { shard_elems } else { elems }];
             let mut into = SumInto::Write(view(&mut kept));
             for micro in 0..2 {
@@ -407,11 +380,7 @@ fn scattered_parts_give_the_plain_sum() {
                     .map(|(part, p)| (view(part), p.start))
                     .collect();
                 delay(&streams.comm, &mut random);
-                let reduced = if scatter {
-                    buckets.reduce_unit(&kernels, &slices, into).unwrap()
-                } else {
-                    buckets.all_reduce_unit(&kernels, &slices, into).unwrap()
-                };
+                let reduced = buckets.reduce_unit(&kernels, &slices, into).unwrap();
                 assert_eq!(
                     (reduced.len(), reduced.dtype()),
                     (if scatter { shard_elems } else { elems }, DType::F32)
@@ -484,7 +453,7 @@ fn one_rank_stores_its_gradient_without_bucket() {
             for half in &mut halves {
                 into = SumInto::Add(
                     buckets
-                        .all_reduce_unit(&kernels, &[(view(half), 0)], into)
+                        .reduce_unit(&kernels, &[(view(half), 0)], into)
                         .unwrap(),
                 );
             }
@@ -522,11 +491,8 @@ fn filled_unit_is_reduced() {
     for (scatter, micro_batches) in [(true, 1), (true, 2), (false, 1), (false, 2)] {
         let kept = on_ranks(n, CommOptions::default(), |comm, streams| {
             let kernels = HostKernels::new(1).unwrap();
-            let (_pool, buckets) = buckets(
-                &comm,
-                streams,
-                BucketOptions::new(n * shard_elems, DType::F32),
-            );
+            let options = BucketOptions::new(n * shard_elems, DType::F32);
+            let (_pool, buckets) = buckets_of(reduce_to(&comm, scatter), streams, options);
             let mut kept = vec![
                 -1f32;
                 if scatter {
@@ -543,10 +509,7 @@ fn filled_unit_is_reduced() {
                 let filling = buckets.begin(grad.len()).unwrap();
                 // SAFETY: used on the compute stream, before the launch.
                 copy(&streams.compute, view(grad), unsafe { filling.slice() });
-                into = SumInto::Add(match scatter {
-                    true => filling.reduce_unit(&kernels, into).unwrap(),
-                    false => filling.all_reduce_unit(&kernels, into).unwrap(),
-                });
+                into = SumInto::Add(filling.reduce_unit(&kernels, into).unwrap());
             }
             streams.synchronize();
             let short = buckets
@@ -557,7 +520,7 @@ fn filled_unit_is_reduced() {
                 short.unwrap_err(),
                 KernelError::LengthMismatch {
                     what: "reduce_unit: into",
-                    expected: 2,
+                    expected: if scatter { 2 } else { 6 },
                     got: 3
                 }
                 .into()
@@ -640,11 +603,7 @@ fn host_writes_are_reduced() {
             filling
                 .write(LIMIT, |bucket: &mut [f32]| bucket.fill(i as f32))
                 .unwrap();
-            drop(
-                filling
-                    .reduce_scatter_into(view(shard), ReduceOp::Sum)
-                    .unwrap(),
-            );
+            drop(filling.reduce_to(view(shard)).unwrap());
         }
         streams.synchronize();
         assert_eq!(shards, [[0.0; 2], [2.0; 2], [4.0; 2]]);

@@ -15,4 +15,5 @@ mod prefetch;
 mod seeded;
 mod threads;
 mod two_level;
+mod unit_collectives;
 mod wait_on_drop;

@@ -10,7 +10,7 @@ use zero_alloc::{AllocError, Pool, Purpose};
 use zero_comm::threads::World;
 use zero_comm::{
     BucketError, BucketOptions, Buckets, CommError, CommOptions, Communicator, OwnShard,
-    PrefetchError, PrefetchOptions, Prefetcher, ReduceOp, ShardSource, Solo,
+    PrefetchError, PrefetchOptions, Prefetcher, Reduce, ShardSource, Solo,
 };
 
 use crate::common::{LIMIT, view};
@@ -44,7 +44,13 @@ fn buckets_refuse_streams_of_another_device() {
         for count in [0, 2] {
             let options = BucketOptions::new(8, DType::F32).count(count);
             let make = |compute: &HostStream, comm_stream: &HostStream| {
-                Buckets::new(&pool, solo(), compute.clone(), comm_stream.clone(), options)
+                Buckets::new(
+                    &pool,
+                    Reduce::all(solo()),
+                    compute.clone(),
+                    comm_stream.clone(),
+                    options,
+                )
             };
             for refused in [make(&other, &own), make(&own, &other), make(&other, &other)] {
                 match refused {
@@ -55,11 +61,18 @@ fn buckets_refuse_streams_of_another_device() {
         }
 
         let options = BucketOptions::new(8, DType::F32);
-        let buckets = Buckets::new(&pool, solo(), own.clone(), own.clone(), options).unwrap();
+        let buckets = Buckets::new(
+            &pool,
+            Reduce::all(solo()),
+            own.clone(),
+            own.clone(),
+            options,
+        )
+        .unwrap();
         let mut filling = buckets.begin(8).unwrap();
         assert!(is_refused(&filling.add_producer(&other).unwrap_err()));
-        let done = filling.all_reduce(ReduceOp::Sum).unwrap().finish().unwrap();
-        assert!(is_refused(&done.wait_on(&other).unwrap_err()));
+        let done = filling.reduce().unwrap().finish().unwrap();
+        assert!(is_refused(&other.wait(&done).unwrap_err()));
         assert!(is_refused(&buckets.wait_all_on(&other).unwrap_err()));
         own.synchronize(LIMIT).unwrap();
     }
@@ -141,7 +154,7 @@ fn reduced_gradient_is_not_read_by_another_device() {
 struct Elsewhere(Option<AnySlice>);
 
 impl ShardSource<HostDevice> for Elsewhere {
-    fn dtype(&self) -> DType {
+    fn dtype(&self, _unit: usize) -> DType {
         DType::F32
     }
 
@@ -192,7 +205,7 @@ fn source_of_shards_needs_no_slice_of_the_unit() {
 fn panic_in_a_source_frees_the_unit() {
     struct Panics;
     impl ShardSource<HostDevice> for Panics {
-        fn dtype(&self) -> DType {
+        fn dtype(&self, _unit: usize) -> DType {
             DType::F32
         }
         fn shard_elems(&self) -> Vec<usize> {

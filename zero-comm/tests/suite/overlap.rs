@@ -15,7 +15,7 @@ use zero_comm::overlap::{Overlap, chrome_trace};
 use zero_comm::slow::{Link, behind};
 use zero_comm::threads::World;
 use zero_comm::{
-    BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, Prefetcher, ReduceOp,
+    BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, Prefetcher, Reduce,
 };
 
 use crate::common::model::{Model, ModelComm};
@@ -99,10 +99,12 @@ fn step(overlap: bool, how: Compute) -> Vec<OpSpan> {
 fn rank(comm: Comm, overlap: bool, how: Compute) -> Vec<OpSpan> {
     let timeline = Timeline::new();
     let device = HostDevice::new().with_timeline(timeline.clone());
-    let streams = [
-        device.create_stream("compute").unwrap(),
-        device.create_stream("comm").unwrap(),
-    ];
+    let compute = device.create_stream("compute").unwrap();
+    let comm_stream = match overlap {
+        true => device.create_stream("comm").unwrap(),
+        false => compute.clone(),
+    };
+    let streams = [compute, comm_stream];
     let mut buffers = [1f32, 0.0].map(|value| vec![vec![value; SHARD]; UNITS]);
     let [shards, grads] = buffers
         .each_mut()
@@ -130,7 +132,7 @@ fn rank(comm: Comm, overlap: bool, how: Compute) -> Vec<OpSpan> {
 }
 
 /// Runs forward and backward of stage 3 over units with these shards of parameters and of
-/// gradients; `work` enqueues a unit's compute. With `prefetch.ahead == 0` nothing overlaps.
+/// gradients; `work` enqueues a unit's compute. With one stream for both nothing overlaps.
 fn run_step<D: Device>(
     pool: &Pool<D>,
     comm: Arc<dyn Communicator<D>>,
@@ -142,10 +144,10 @@ fn run_step<D: Device>(
     let units = shards.len();
     let ranks = comm.world_size();
     let capacity = ranks * shards.iter().map(|s| s.len()).max().unwrap();
-    let options = BucketOptions::new(capacity, DType::F32).overlap(prefetch.ahead > 0);
+    let options = BucketOptions::new(capacity, DType::F32);
     let buckets = Buckets::new(
         pool,
-        comm.clone(),
+        Reduce::scatter(comm.clone()),
         compute.clone(),
         comm_stream.clone(),
         options,
@@ -177,10 +179,8 @@ fn run_step<D: Device>(
         work("backward");
         prefetch.reshard(unsharded);
         let filling = buckets.begin(ranks * shards[unit].len()).unwrap();
-        let in_flight = filling
-            .reduce_scatter_into(grads[unit], ReduceOp::Sum)
-            .unwrap();
-        in_flight.finish().unwrap().wait_on(&comm_stream).unwrap();
+        let in_flight = filling.reduce_to(grads[unit]).unwrap();
+        comm_stream.wait(&in_flight.finish().unwrap()).unwrap();
     }
 
     prefetch.end();
@@ -199,13 +199,19 @@ struct Step {
 }
 
 impl Step {
-    /// The spans of one rank.
+    /// The spans of one rank, with a communication stream.
     fn spans(&self, prefetch: PrefetchOptions) -> Vec<OpSpan> {
         let device = Model::new();
-        let streams = [
-            device.create_stream("compute").unwrap(),
-            device.create_stream("comm").unwrap(),
-        ];
+        let streams = ["compute", "comm"].map(|name| device.create_stream(name).unwrap());
+        self.spans_on(device, streams, prefetch)
+    }
+
+    fn spans_on(
+        &self,
+        device: Model,
+        streams: [<Model as Device>::Stream; 2],
+        prefetch: PrefetchOptions,
+    ) -> Vec<OpSpan> {
         let pool = Pool::new(device.clone(), 1 << 40);
         let allocate = |&len: &usize| {
             pool.allocate(len, DType::F32, Purpose::Params, &streams[1])
@@ -313,7 +319,7 @@ fn one_unit_is_exposed_in_modelled_time() {
     };
 
     let one_way = step.one_way(0);
-    let overlap = Overlap::of(&step.spans(PrefetchOptions::default()), "comm");
+    let overlap = Overlap::of(&step.spans(PrefetchOptions::default()), &["comm"]);
     // Each unit is gathered for forward and for backward, except for the last, which is kept, and
     // reduced.
     assert_eq!(overlap.comm, one_way * (3 * UNITS - 1) as u32);
@@ -324,8 +330,11 @@ fn one_unit_is_exposed_in_modelled_time() {
         "{overlap:?}"
     );
     // Without overlap, all of it is exposed.
-    let serial = PrefetchOptions::default().ahead(0);
-    let serial = Overlap::of(&step.spans(serial), "comm");
+    let device = Model::new();
+    let compute = device.create_stream("compute").unwrap();
+    let streams = [compute.clone(), compute];
+    let serial = step.spans_on(device, streams, PrefetchOptions::default());
+    let serial = Overlap::of(&serial, &[]);
     assert_eq!((serial.exposed, serial.comm), (overlap.comm, overlap.comm));
     assert_eq!(serial.step - overlap.step, overlap.comm - 2 * one_way);
 }
@@ -363,7 +372,7 @@ proptest! {
 
         for max_live_elems in [usize::MAX, bounded] {
             let spans = step.spans(PrefetchOptions::default().max_live_elems(max_live_elems));
-            let overlap = Overlap::of(&spans, "comm");
+            let overlap = Overlap::of(&spans, &["comm"]);
             prop_assert_eq!(overlap.exposed, overlap.step - overlap.compute);
             let (phases, exact_from) = step.phases(max_live_elems);
             prop_assert!(ends <= overlap.exposed && overlap.exposed <= exposed(&phases), "{:?}", overlap);
@@ -375,7 +384,7 @@ proptest! {
             let backward: Vec<&OpSpan> = spans.iter().filter(|s| s.label == "backward").collect();
             let tail = backward.get(1).map_or(backward[0].end, |second| second.start);
             let tail: Vec<OpSpan> = spans.iter().filter(|s| s.start >= tail).cloned().collect();
-            prop_assert_eq!(Overlap::of(&tail, "comm").exposed, exposed(&phases[exact_from..]));
+            prop_assert_eq!(Overlap::of(&tail, &["comm"]).exposed, exposed(&phases[exact_from..]));
         }
     }
 }
@@ -427,7 +436,7 @@ fn gathers_run_ahead_and_reductions_inside_backward() {
 fn nine_tenths_are_hidden_by_the_clock() {
     let mut seen = Vec::new();
     for _try in 0..5 {
-        let overlap = Overlap::of(&step(true, Compute::Sleeps), "comm");
+        let overlap = Overlap::of(&step(true, Compute::Sleeps), &["comm"]);
         let hidden = 1.0 - overlap.exposed.as_secs_f64() / overlap.comm.as_secs_f64();
         // Before the first unit and after the last, nothing hides communication.
         let one_unit = 2 * LINK.time(4 * SHARD as u64);
@@ -443,7 +452,7 @@ fn nine_tenths_are_hidden_by_the_clock() {
 #[test]
 fn without_overlap_nothing_runs_beside_compute() {
     let spans = step(false, Compute::Sleeps);
-    let overlap = Overlap::of(&spans, "comm");
+    let overlap = Overlap::of(&spans, &["comm"]);
     assert_eq!(overlap.exposed, overlap.comm, "{overlap:?}");
     let trace = chrome_trace(&spans);
     assert!(trace.contains("reduce_scatter") && trace.contains("\"forward\""));

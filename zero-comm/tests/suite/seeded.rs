@@ -11,7 +11,7 @@ use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::threads::World;
 use zero_comm::{
     BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, PrefetchStep, Prefetcher,
-    ReduceOp, SumInto, Unsharded,
+    Reduce, SumInto, Unsharded,
 };
 use zero_kernels::host::HostKernels;
 
@@ -91,7 +91,10 @@ impl Rank {
         };
 
         let compute = stream("compute");
-        let comm_stream = stream("comm");
+        let comm_stream = match overlap {
+            true => stream("comm"),
+            false => compute.clone(),
+        };
         let pool = Pool::new(device.clone(), 1 << 20);
         let block = |len, purpose| pool.allocate(len, DType::F32, purpose, &compute).unwrap();
         let weights: Vec<_> = SHARDS
@@ -103,11 +106,11 @@ impl Rank {
             .map(|&len| block(len, Purpose::Grads))
             .collect();
         let activation = block(SHARDS.iter().max().unwrap() * RANKS, Purpose::Activations);
-        let options = BucketOptions::new(2 * RANKS, DType::F32).overlap(overlap);
+        let options = BucketOptions::new(2 * RANKS, DType::F32);
 
         let buckets = Buckets::new(
             &pool,
-            comm.clone(),
+            Reduce::scatter(comm.clone()),
             compute.clone(),
             comm_stream.clone(),
             options,
@@ -234,13 +237,13 @@ impl Rank {
                         .for_each(|(to, from)| *to = from + rank);
                 });
             }
-            let in_flight = filling.reduce_scatter(ReduceOp::Sum).unwrap();
+            let in_flight = filling.reduce().unwrap();
             if let Some(helper) = &helper {
                 // The next use of the activation waits for the helper's read.
                 self.compute.wait(&helper.record().unwrap()).unwrap();
             }
             // SAFETY: used on the communication stream before it is finished.
-            let segment = unsafe { in_flight.segment() };
+            let segment = unsafe { in_flight.result() };
             enqueue(
                 &self.comm,
                 segment,
@@ -424,9 +427,9 @@ fn every_order_of_unit_reductions_gives_the_same() {
                 };
                 let blocks: Vec<_> = (0..5).map(|_| block()).collect();
                 let options = BucketOptions::new(4, DType::F32).count(1);
+                let reduce = Reduce::scatter(Arc::new(comm));
                 let buckets =
-                    Buckets::new(&pool, Arc::new(comm), compute.clone(), comm_stream, options)
-                        .unwrap();
+                    Buckets::new(&pool, reduce, compute.clone(), comm_stream, options).unwrap();
                 (compute, blocks, buckets, reader)
             })
             .collect();

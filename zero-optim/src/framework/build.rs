@@ -8,7 +8,9 @@ use std::sync::Arc;
 use zero_alloc::Purpose;
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostDevice;
-use zero_comm::{BucketOptions, Buckets, PrefetchOptions, PrefetchReport, Prefetcher, WaitOnDrop};
+use zero_comm::{
+    BucketOptions, Buckets, PrefetchOptions, PrefetchReport, Prefetcher, Reduce, WaitOnDrop,
+};
 use zero_kernels::UpdateRule;
 use zero_shard::{Layout, ParamId, ParamPlacement, ParamSpec, UnitLayout, UnitSpec, ZeroStage};
 
@@ -287,7 +289,7 @@ impl<D: Device> Builder<D> {
         settings.push("buckets", format!("{options:?}"));
         let buckets = Buckets::new(
             &rank.pool,
-            Arc::clone(&rank.comm),
+            Reduce::of_stage(stage, Arc::clone(&rank.comm)),
             rank.compute.clone(),
             rank.comm_stream.clone(),
             options,

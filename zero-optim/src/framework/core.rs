@@ -8,6 +8,7 @@ use half::{bf16, f16};
 use zero_alloc::Block;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceKind, Event, Stream};
 use zero_ckpt::{CkptError, ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
+use zero_comm::Gather;
 use zero_kernels::RankStats;
 use zero_shard::{Layout, ParamId, ZeroStage};
 
@@ -160,13 +161,14 @@ impl<D: Device> Core<D> {
         } = &self.rank;
 
         let is_gathered = matches!(self.stage, ZeroStage::One | ZeroStage::Two);
+        let gather = Gather::new(Arc::clone(comm));
         if is_gathered {
             comm_stream.wait(&compute.record()?)?;
         }
         for unit in &mut self.params {
             unit.ready = match is_gathered {
                 true => {
-                    comm.all_gather(comm_stream, unit.own[0].0, unit.held)?;
+                    gather.enqueue(comm_stream, unit.own[0].0, unit.held)?;
                     comm_stream.record()?
                 }
                 false => compute.record()?,

@@ -243,15 +243,15 @@ impl<D: Device> Gradients<D> {
         parts: &[(AnySlice, usize)],
         sum: AnySlice,
     ) -> Result<Reduced<D>, FrameworkError> {
-        let kernels = &*rank.kernels;
-        if self.stage == ZeroStage::Zero {
-            let into = SumInto::Write(sum);
-            return Ok(self.buckets.all_reduce_unit(kernels, parts, into)?);
-        }
-        let shard = sum.len() / rank.comm.world_size();
-        let own = rank.comm.rank() * shard;
-        let into = SumInto::Write(sum.slice(own..own + shard));
-        Ok(self.buckets.reduce_unit(kernels, parts, into)?)
+        let own = match self.stage {
+            ZeroStage::Zero => 0..sum.len(),
+            _ => {
+                let shard = sum.len() / rank.comm.world_size();
+                rank.comm.rank() * shard..(rank.comm.rank() + 1) * shard
+            }
+        };
+        let into = SumInto::Write(sum.slice(own));
+        Ok(self.buckets.reduce_unit(&*rank.kernels, parts, into)?)
     }
 
     /// Begins a step.

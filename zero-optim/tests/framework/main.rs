@@ -507,7 +507,7 @@ fn communication_is_inside_compute() {
             Ok(device.modelled_spans())
         };
         let spans = on_ranks(2, run).remove(0).unwrap();
-        let overlap = zero_comm::overlap::Overlap::of(&spans, "rank 0 comm");
+        let overlap = zero_comm::overlap::Overlap::of(&spans, &["rank 0 comm"]);
         let inside = 1.0 - overlap.exposed.as_secs_f64() / overlap.comm.as_secs_f64();
         println!(
             "stage {stage}: {:.0}% inside compute, {overlap:?}",

@@ -5,6 +5,7 @@ mod documents;
 mod dropout;
 mod ends;
 mod failures;
+mod gather_codec;
 mod groups;
 mod identical;
 mod mesh;

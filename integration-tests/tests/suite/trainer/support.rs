@@ -171,6 +171,15 @@ impl Case {
         &self,
         workload: &dyn Workload<HostDevice>,
     ) -> Result<Outcome, TrainError> {
+        self.try_run_with(&self.settings(), workload)
+    }
+
+    /// As [`Self::try_run`], with `settings`.
+    pub(crate) fn try_run_with(
+        &self,
+        settings: &Settings,
+        workload: &dyn Workload<HostDevice>,
+    ) -> Result<Outcome, TrainError> {
         let dir = temporary_folder();
         let options = self.options(Some(dir.path()));
         let mut steps = Vec::new();
@@ -178,21 +187,29 @@ impl Case {
             steps.push(metrics.clone());
             Ok(())
         };
-        let settings = self.settings();
-        let summaries = run_on_threads(self.ranks, 1, &settings, workload, &options, &mut observe)?;
+        let summaries = run_on_threads(self.ranks, 1, settings, workload, &options, &mut observe)?;
         let layout = Layout::new(&workload.units(), self.ranks as u64, SHARD_ALIGN_ELEMS).unwrap();
         Ok(Outcome {
             steps,
             summaries,
             layout,
-            settings,
+            settings: settings.clone(),
             dir,
         })
     }
 
     /// [`Self::try_run`] for a run that must succeed.
     pub(crate) fn run(&self, workload: &dyn Workload<HostDevice>) -> Outcome {
-        self.try_run(workload)
+        self.run_with(&self.settings(), workload)
+    }
+
+    /// As [`Self::run`], with `settings`.
+    pub(crate) fn run_with(
+        &self,
+        settings: &Settings,
+        workload: &dyn Workload<HostDevice>,
+    ) -> Outcome {
+        self.try_run_with(settings, workload)
             .unwrap_or_else(|e| panic!("{self:?}: {e}"))
     }
 

@@ -1,33 +1,50 @@
 //! The overlap of communication and compute in the streams' timeline.
 
-use zero_alloc::host::OpSpan;
+use zero_comm::overlap::is_collective;
+use zero_shard::Sharding;
+use zero_trainer::MeshSettings;
 
 use super::support::Case;
 
-fn spans(case: &Case) -> Vec<OpSpan> {
-    case.run_tiny().summaries.swap_remove(0).last_spans
-}
-
 #[test]
-fn without_overlap_no_collective_runs_beside_compute() {
-    for stage in 0..4 {
+fn without_overlap_collectives_are_on_the_compute_stream() {
+    let hybrid = MeshSettings {
+        shard_group: Some(2),
+        sharding: Sharding::Hybrid,
+        ..MeshSettings::default()
+    };
+    let flat = MeshSettings::default();
+    for (stage, ranks, mesh) in [
+        (0, 2, flat),
+        (1, 2, flat),
+        (2, 2, flat),
+        (3, 2, flat),
+        (3, 4, hybrid),
+    ] {
         let case = Case {
             stage,
+            ranks,
+            mesh,
             overlap: false,
             grad_accum: 2,
             ..Case::default()
         };
-        let spans = spans(&case);
-        let work: Vec<_> = spans
-            .iter()
-            .filter(|s| s.label != "wait" && !s.stream.ends_with("host"))
-            .collect();
-        let (comm, compute): (Vec<_>, Vec<_>) =
-            work.into_iter().partition(|s| s.stream.ends_with("comm"));
-        assert!(!comm.is_empty() && !compute.is_empty());
-        for c in &comm {
-            let beside = compute.iter().find(|s| s.start < c.end && c.start < s.end);
-            assert!(beside.is_none(), "stage {stage}: {c:?} beside {beside:?}");
+        let outcome = case.run_tiny();
+        let spans = &outcome.summaries[0].last_spans;
+        let collectives: Vec<_> = spans.iter().filter(|span| is_collective(span)).collect();
+        assert!(!collectives.is_empty());
+        for span in collectives {
+            assert_eq!(&*span.stream, "rank 0 compute", "stage {stage}: {span:?}");
         }
+
+        let metrics = outcome.steps[3].clone();
+        let breakdown = metrics.breakdown.unwrap();
+        let [exposed, comm] = [metrics.overlap.exposed_comm_ms, metrics.overlap.comm_ms];
+        assert!(comm > 0.0 && exposed == comm, "stage {stage}: {metrics:?}");
+        let parts = breakdown.parts;
+        assert_eq!(parts.exposed_reduce_ms, breakdown.comm.reduce_ms);
+        assert_eq!(parts.exposed_gather_ms, breakdown.comm.gather_ms);
+        assert_eq!(parts.exposed_control_ms, breakdown.comm.control_ms);
+        assert!(parts.exposed_reduce_ms > 0.0 && parts.exposed_control_ms > 0.0);
     }
 }

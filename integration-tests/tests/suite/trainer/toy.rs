@@ -25,6 +25,8 @@ pub(crate) struct Toy {
     pub(crate) panic_at: Option<usize>,
     /// Set by rank 0's model while its third forward runs.
     pub(crate) cancel: Option<Arc<AtomicBool>>,
+    /// The parameters that each forward pass of a rank read, with its number.
+    pub(crate) read: Arc<Mutex<Vec<(usize, Vec<f32>)>>>,
     /// Whether passes write gradients that no other pass adds to.
     writes: bool,
 }
@@ -60,6 +62,7 @@ impl Toy {
             passes: (0..units.len()).map(pass).collect(),
             panic_at: None,
             cancel: None,
+            read: Arc::default(),
             writes: false,
         }
     }
@@ -118,6 +121,7 @@ impl Workload<HostDevice> for Toy {
             writes,
             panic_at,
             cancel,
+            read: Arc::clone(&self.read),
             forwards: 0,
         }))
     }
@@ -163,6 +167,7 @@ struct ToyModel {
     writes: Vec<bool>,
     panic_at: Option<usize>,
     cancel: Option<Arc<AtomicBool>>,
+    read: Arc<Mutex<Vec<(usize, Vec<f32>)>>>,
     forwards: usize,
 }
 
@@ -225,6 +230,7 @@ unsafe impl Model<HostDevice> for ToyModel {
         let panics = self.forwards == 3 && self.panic_at == Some(pass);
         let cancel = self.cancel.clone().filter(|_| self.forwards == 3);
         let kept = Arc::clone(&self.kept[pass]);
+        let read = Arc::clone(&self.read);
         let params = params.to_vec();
         stream.enqueue("toy forward", move || {
             assert!(!panics, "panic requested by the test");
@@ -237,6 +243,7 @@ unsafe impl Model<HostDevice> for ToyModel {
                 .map(values)
                 .collect::<Result<Vec<_>, _>>()?
                 .concat();
+            read.lock().push((pass, kept.lock().clone()));
             Ok(())
         })?;
         Ok(())

@@ -35,12 +35,12 @@ use zero_optim::{
 };
 
 use crate::error::TrainError;
-use crate::exchange::RankExchange;
 use crate::offload::drain::drain;
 use crate::offload::host_params::{HostParams, SharedParams};
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::offload::unit_file::UnitFile;
 use crate::rank::Rank;
+use crate::rank_exchange::RankExchange;
 use crate::step::inputs::StepInputs;
 use crate::telemetry::metrics::NvmeBytes;
 

@@ -13,8 +13,8 @@ use zero_alloc::device::{AnySlice, Device};
 use zero_optim::{AgreementError, RankSettings, agree};
 
 use crate::error::TrainError;
-use crate::exchange::RankExchange;
 use crate::rank::Rank;
+use crate::rank_exchange::RankExchange;
 use crate::stages::stage::Stage;
 
 /// Bytes that are copied to the host at a time.
@@ -43,7 +43,7 @@ pub(crate) fn check<D: Device>(
     let peers = match replicas {
         Some(replicas) => Some(Peers {
             exchange: RankExchange::of_replicas(rank, replicas),
-            place: replicas.comm.rank(),
+            place: replicas.comm().rank(),
             ranks: rank
                 .layouts
                 .grid()

@@ -23,8 +23,8 @@ use zero_ckpt::{
 use zero_optim::StateKind;
 
 use crate::error::TrainError;
-use crate::exchange::RankExchange;
 use crate::rank::Rank;
+use crate::rank_exchange::RankExchange;
 
 /// Saves of one rank into one directory.
 pub(crate) struct Saver {

@@ -10,7 +10,7 @@
 //! a step replaces the sum, later ones add in fp32. [`Place`] says where backward leaves the
 //! gradient.
 
-use zero_alloc::device::{AnySlice, DType, Device, Reduced, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced, Stream};
 use zero_alloc::{Block, Purpose};
 use zero_comm::{BucketOptions, Buckets, Filling};
 
@@ -87,15 +87,14 @@ impl<D: Device> Gradients<D> {
 
         let places = places.into_iter().enumerate().map(with_memory).collect();
 
-        let ranks = mesh.grads.world_size();
+        let ranks = mesh.reduce.comm().world_size();
         let capacity = settings.bucket_capacity_elems.max(ranks);
         let options = BucketOptions::new(capacity, settings.dtype)
-            .count(settings.buckets(ranks, rank.is_host()))
-            .overlap(settings.overlap);
+            .count(settings.buckets(ranks, rank.is_host()));
 
         let buckets = Buckets::new(
             pool,
-            mesh.grads.clone(),
+            mesh.reduce.clone(),
             compute.clone(),
             rank.comm_stream.clone(),
             options,
@@ -110,23 +109,52 @@ impl<D: Device> Gradients<D> {
         })
     }
 
-    /// The flat gradients that the backward of `pass` of a micro-batch writes, or to which it adds,
-    /// set to zero if it is the first to add. `micro` counts micro-batches from 0.
-    pub(crate) fn of_pass(
-        &mut self,
-        rank: &Rank<D>,
-        pass: usize,
+    /// The gradients of micro-batch `micro`, counted from 0, whose sums `optimizer` takes.
+    pub(crate) fn of_micro_batch<'a>(
+        &'a mut self,
+        rank: &'a Rank<D>,
         micro: usize,
-        optimizer: &mut dyn Optimizer<D>,
-    ) -> Result<Vec<Grad>, TrainError> {
+        optimizer: &'a mut dyn Optimizer<D>,
+    ) -> MicroBatchGradients<'a, D> {
+        MicroBatchGradients {
+            all: self,
+            rank,
+            micro,
+            optimizer,
+        }
+    }
+
+    fn place(&self, unit: usize) -> Result<InBackward, TrainError> {
+        self.places[unit].ok_or_else(|| internal("a unit's gradient has no place"))
+    }
+}
+
+/// The gradients of a micro-batch. Its methods are in the order of time.
+pub(crate) struct MicroBatchGradients<'a, D: Device> {
+    all: &'a mut Gradients<D>,
+    rank: &'a Rank<D>,
+    micro: usize,
+    optimizer: &'a mut dyn Optimizer<D>,
+}
+
+impl<D: Device> MicroBatchGradients<'_, D> {
+    /// The loss scale of backward.
+    pub(crate) fn loss_scale(&self) -> Result<DeviceSlice<f64>, TrainError> {
+        self.optimizer.loss_scale()
+    }
+
+    /// The flat gradients that the backward of `pass` writes, or to which it adds, set to zero if it
+    /// is the first to add.
+    pub(crate) fn of_pass(&mut self, pass: usize) -> Result<Vec<Grad>, TrainError> {
+        let rank = self.rank;
         let mut grads = Vec::new();
         for &unit in &rank.passes[pass].grads {
             let numel = rank.numel(unit);
-            let (sum, is_new) = match self.place(unit)? {
+            let (sum, is_new) = match self.all.place(unit)? {
                 InBackward::Scratch(sum) => (sum, true),
-                InBackward::Sum(sum) => (sum, micro == 0),
+                InBackward::Sum(sum) => (sum, self.micro == 0),
                 InBackward::Written => {
-                    let whole = self.begin_write(rank, unit, optimizer)?;
+                    let whole = self.begin_write(unit)?;
                     grads.push(Grad::Write(whole.slice(0..numel)));
                     continue;
                 }
@@ -141,72 +169,19 @@ impl<D: Device> Gradients<D> {
         Ok(grads)
     }
 
-    /// Sums `unit`, whose backward of a micro-batch is complete, over all ranks; each rank keeps
-    /// its shard of the sum, at stage 0 all of it. `micro` counts micro-batches from 0; if they are
-    /// summed in place, only the last reduces. Replicas sum once a step, unless sums leave the
-    /// device after each micro-batch.
-    pub(crate) fn reduce(
-        &mut self,
-        rank: &Rank<D>,
-        unit: usize,
-        micro: usize,
-        optimizer: &mut dyn Optimizer<D>,
-    ) -> Result<(), TrainError> {
-        let last = micro + 1 == rank.settings.grad_accum_steps;
-        let alone = rank.mesh.grads.world_size() == 1;
-        let sum = match self.place(unit)? {
-            InBackward::Sum(_) if !last => return Ok(()),
-            InBackward::Sum(sum) if alone => complete(rank, sum)?,
-            InBackward::Sum(local) => self.pack(rank, unit, local, false, optimizer)?,
-            InBackward::Scratch(sum) => self.pack(rank, unit, sum, micro > 0, optimizer)?,
-            InBackward::Written => match self.written.take() {
-                Some(Written::Bucket(bucket)) => {
-                    let into = optimizer.sum_into(rank, unit, micro > 0)?;
-                    if rank.settings.stage.shards_optimizer() {
-                        bucket.reduce_unit(&*rank.kernels, into)?
-                    } else {
-                        bucket.all_reduce_unit(&*rank.kernels, into)?
-                    }
-                }
-                Some(Written::Sum(sum)) => complete(rank, sum)?,
-                None => return Err(internal("reduced a gradient that no pass wrote")),
-            },
-        };
-
-        let sum = match rank.mesh.with_own_sums() {
-            Some(replicas) if last || optimizer.sums_leave() => {
-                let of_all = replicas.sum(&sum)?;
-                if !rank.settings.overlap {
-                    of_all.wait_on(&rank.compute)?;
-                }
-                of_all
-            }
-            _ => sum,
-        };
-        optimizer.take_sum(rank, unit, micro, sum)
-    }
-
-    fn place(&self, unit: usize) -> Result<InBackward, TrainError> {
-        self.places[unit].ok_or_else(|| internal("a unit's gradient has no place"))
-    }
-
     /// The memory to which the compute stream writes the gradient of `unit`. Its padding is zero.
-    fn begin_write(
-        &mut self,
-        rank: &Rank<D>,
-        unit: usize,
-        optimizer: &mut dyn Optimizer<D>,
-    ) -> Result<AnySlice, TrainError> {
-        let (whole, written) = if rank.mesh.grads.world_size() > 1 {
+    fn begin_write(&mut self, unit: usize) -> Result<AnySlice, TrainError> {
+        let rank = self.rank;
+        let (whole, written) = if rank.mesh.reduce.comm().world_size() > 1 {
             let padded = rank.layout.units()[unit].padded_elems as usize;
-            let filling = self.buckets.begin(padded)?;
+            let filling = self.all.buckets.begin(padded)?;
             // SAFETY: the pass uses it on the compute stream, before `reduce` launches it.
             (unsafe { filling.slice() }, Written::Bucket(filling))
         } else {
-            let sum = optimizer.begin_sum(rank, unit)?;
+            let sum = self.optimizer.begin_sum(rank, unit)?;
             (sum, Written::Sum(sum))
         };
-        self.written = Some(written);
+        self.all.written = Some(written);
 
         let numel = rank.numel(unit);
         if numel < whole.len() {
@@ -216,23 +191,47 @@ impl<D: Device> Gradients<D> {
         Ok(whole)
     }
 
+    /// Reduces the units whose gradient is complete after the backward of `pass`.
+    pub(crate) fn reduce_complete(&mut self, pass: usize) -> Result<(), TrainError> {
+        let mut units = self.rank.complete_after(pass);
+        units.try_for_each(|unit| self.reduce(unit))
+    }
+
+    /// Sums `unit` over all ranks, and passes the sum to the optimizer; each rank keeps its shard
+    /// of the sum, at stage 0 all of it. If micro-batches are summed in place, only the last
+    /// reduces. Replicas sum once a step, unless sums leave the device after each micro-batch.
+    fn reduce(&mut self, unit: usize) -> Result<(), TrainError> {
+        let rank = self.rank;
+        let last = self.micro + 1 == rank.settings.grad_accum_steps;
+        let alone = rank.mesh.reduce.comm().world_size() == 1;
+        let sum = match self.all.place(unit)? {
+            InBackward::Sum(_) if !last => return Ok(()),
+            InBackward::Sum(sum) if alone => complete(rank, sum)?,
+            InBackward::Sum(local) => self.pack(unit, local, false)?,
+            InBackward::Scratch(sum) => self.pack(unit, sum, self.micro > 0)?,
+            InBackward::Written => match self.all.written.take() {
+                Some(Written::Bucket(bucket)) => {
+                    let into = self.optimizer.sum_into(rank, unit, self.micro > 0)?;
+                    bucket.reduce_unit(&*rank.kernels, into)?
+                }
+                Some(Written::Sum(sum)) => complete(rank, sum)?,
+                None => return Err(internal("reduced a gradient that no pass wrote")),
+            },
+        };
+
+        let sum = match rank.mesh.with_own_sums() {
+            Some(replicas) if last || self.optimizer.sums_leave() => replicas.sum(&sum)?,
+            _ => sum,
+        };
+        self.optimizer.take_sum(rank, unit, self.micro, sum)
+    }
+
     /// Packs the gradient `local` into buckets and reduces it over ranks.
-    fn pack(
-        &self,
-        rank: &Rank<D>,
-        unit: usize,
-        local: AnySlice,
-        adds: bool,
-        optimizer: &mut dyn Optimizer<D>,
-    ) -> Result<Reduced<D>, TrainError> {
-        let kernels = &*rank.kernels;
-        let parts = [(local, 0)];
-        let into = optimizer.sum_into(rank, unit, adds)?;
-        Ok(if rank.settings.stage.shards_optimizer() {
-            self.buckets.reduce_unit(kernels, &parts, into)?
-        } else {
-            self.buckets.all_reduce_unit(kernels, &parts, into)?
-        })
+    fn pack(&mut self, unit: usize, local: AnySlice, adds: bool) -> Result<Reduced<D>, TrainError> {
+        let rank = self.rank;
+        let into = self.optimizer.sum_into(rank, unit, adds)?;
+        let buckets = &self.all.buckets;
+        Ok(buckets.reduce_unit(&*rank.kernels, &[(local, 0)], into)?)
     }
 }
 

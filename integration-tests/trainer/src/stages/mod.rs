@@ -1,6 +1,5 @@
 //! The stages: one algorithm a file, and what they share.
 
-pub(crate) mod dense;
 pub(crate) mod device_optimizer;
 pub(crate) mod device_sums;
 pub(crate) mod gradients;
@@ -10,6 +9,6 @@ pub(crate) mod places;
 pub(crate) mod shards;
 pub(crate) mod stage;
 pub(crate) mod stage3;
-pub(crate) mod stages_1_and_2;
+pub(crate) mod stages_0_to_2;
 pub(crate) mod storage;
 pub(crate) mod whole_params;

@@ -93,7 +93,7 @@ impl<D: Device> SharedShards<D> {
     }
 
     /// Makes the compute stream wait for the replicas' gathers, so that shards may be written.
-    pub(crate) fn wait(&self, rank: &Rank<D>) -> Result<(), TrainError> {
+    pub(crate) fn wait_for_gathers(&self, rank: &Rank<D>) -> Result<(), TrainError> {
         let shards = &mut *self.0.lock();
         for whole in shards.whole.iter_mut().filter_map(Option::take) {
             rank.compute.wait(&whole)?;
@@ -118,9 +118,6 @@ impl<D: Device> SharedShards<D> {
         let updated = rank.compute.record()?;
         for unit in (0..rank.units()).filter(|&unit| changed(unit)) {
             let whole = replicas.gather(&updated, storage.shard(unit))?;
-            if !rank.settings.overlap {
-                rank.compute.wait(&whole)?;
-            }
             shards.whole[unit] = Some(whole);
         }
         Ok(())
@@ -152,7 +149,7 @@ impl<D: Device> Shards<D> {
 }
 
 impl<D: Device> ShardSource<D> for SharedShards<D> {
-    fn dtype(&self) -> DType {
+    fn dtype(&self, _unit: usize) -> DType {
         self.0.lock().dtype
     }
 

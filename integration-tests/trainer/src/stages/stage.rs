@@ -10,7 +10,6 @@ use zero_alloc::device::{AnySlice, Device};
 use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::Rank;
-use crate::stages::gradients::Gradients;
 use crate::stages::optimizer::Optimizer;
 use crate::step::recorder::{Part, Recorder};
 
@@ -101,44 +100,4 @@ pub(crate) trait Stage<D: Device>: Send {
 
     /// Prepares parameters that were set outside of a step for the next forward.
     fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError>;
-}
-
-/// Enqueues forward and backward of a micro-batch with parameters that are whole on every rank, and
-/// the reduction of its gradients: `params` returns the parameters of some units.
-pub(crate) fn micro_batch_whole<D: Device>(
-    rank: &Rank<D>,
-    model: &mut dyn Model<D>,
-    micro: usize,
-    grads: &mut Gradients<D>,
-    optimizer: &mut dyn Optimizer<D>,
-    mut params: impl FnMut(&[usize]) -> Result<Vec<AnySlice>, TrainError>,
-) -> Result<(), TrainError> {
-    for (i, pass) in rank.passes.iter().enumerate() {
-        model.forward(&rank.compute, i, &params(&pass.forward_reads)?)?;
-    }
-    for (i, pass) in rank.backward_passes() {
-        let params = params(&pass.backward_reads)?;
-        let of_pass = grads.of_pass(rank, i, micro, optimizer)?;
-        model.backward(&rank.compute, i, &params, &of_pass, optimizer.loss_scale()?)?;
-        rank.complete_after(i)
-            .try_for_each(|unit| grads.reduce(rank, unit, micro, optimizer))?;
-    }
-    Ok(())
-}
-
-/// Enqueues an evaluation with parameters that are whole on every rank: `params` returns those of
-/// some units.
-pub(crate) fn evaluate_whole<D: Device>(
-    rank: &Rank<D>,
-    model: &mut dyn Model<D>,
-    read: &mut Read<'_, D>,
-    params: impl Fn(&[usize]) -> Vec<AnySlice>,
-) -> Result<(), TrainError> {
-    for (i, pass) in rank.passes.iter().enumerate() {
-        model.forward(&rank.compute, i, &params(&pass.forward_reads))?;
-    }
-    if let Some(last) = rank.passes.last() {
-        read(model, &params(&last.forward_reads))?;
-    }
-    Ok(())
 }

@@ -12,7 +12,7 @@ use zero_comm::{OrderCheck, PrefetchError, PrefetchStep, Prefetcher, Unsharded};
 use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::{Rank, uses};
-use crate::stages::gradients::Gradients;
+use crate::stages::gradients::{Gradients, MicroBatchGradients};
 use crate::stages::optimizer::Optimizer;
 use crate::stages::optimizer_choice;
 use crate::stages::shards::SharedShards;
@@ -35,33 +35,111 @@ pub(crate) struct Stage3<D: Device> {
     grads: Gradients<D>,
 }
 
-impl<D: Device> Stage3<D> {
-    pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
-        let shards = SharedShards::new(rank)?;
-        let optimizer = optimizer_choice::build(rank, shards.updated())?;
-        shards.set_updates(optimizer.host_params());
-        let prefetcher = |order| {
-            let mut prefetcher = Prefetcher::with_source(
-                rank.pool.clone(),
-                rank.mesh.params.clone(),
-                rank.compute.clone(),
-                rank.comm_stream.clone(),
-                shards.clone(),
-                rank.settings.prefetch,
-            );
-            prefetcher.expect_order(order).map(|()| prefetcher)
-        };
+/// Enqueues forward and backward of a micro-batch, and the reduction of its gradients.
+fn micro_batch<D: Device>(
+    rank: &Rank<D>,
+    model: &mut dyn Model<D>,
+    step: &mut PrefetchStep<'_, D>,
+    mut grads: MicroBatchGradients<'_, D>,
+) -> Result<(), TrainError> {
+    let last = rank.passes.len() - 1;
+    let mut turning = Vec::new();
+    for (i, pass) in rank.passes.iter().enumerate() {
+        let units = unshard(step, &pass.forward_reads)?;
+        model.forward(&rank.compute, i, &params(rank, &pass.forward_reads, &units))?;
+        if i == last {
+            turning = units;
+        } else {
+            reshard(step, units);
+        }
+    }
 
-        let forward_only = prefetcher(forward_uses(rank).collect())?;
-        let prefetcher = prefetcher(step_uses(rank))?;
-        let grads = Gradients::new(rank, model, &*optimizer)?;
-        Ok(Self {
+    for (i, pass) in rank.backward_passes() {
+        let units = match i == last {
+            true => std::mem::take(&mut turning),
+            false => unshard(step, &pass.backward_reads)?,
+        };
+        let params = params(rank, &pass.backward_reads, &units);
+        let of_pass = grads.of_pass(i)?;
+        model.backward(&rank.compute, i, &params, &of_pass, grads.loss_scale()?)?;
+        reshard(step, units);
+        grads.reduce_complete(i)?;
+    }
+
+    Ok(())
+}
+
+impl<D: Device> Stage<D> for Stage3<D> {
+    fn gradients(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        micro_batches: &mut MicroBatches<'_, '_, D>,
+    ) -> Result<(), TrainError> {
+        let Self {
             prefetcher,
-            forward_only,
-            optimizer,
-            shards,
             grads,
-        })
+            optimizer,
+            ..
+        } = self;
+
+        let mut step = prefetcher.step()?;
+        micro_batches.run(rank, model, |model, micro| {
+            let grads = grads.of_micro_batch(rank, micro, &mut **optimizer);
+            micro_batch(rank, model, &mut step, grads)
+        })?;
+        if let OrderCheck::Changed {
+            position,
+            expected,
+            got,
+        } = step.end().order
+        {
+            tracing::warn!(
+                position,
+                ?expected,
+                ?got,
+                "the order of units changed during the step; units after this position were gathered on demand"
+            );
+        }
+
+        Ok(())
+    }
+
+    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        self.shards.wait_for_gathers(rank)?;
+        self.optimizer.update(rank)?;
+        self.shards.gather(rank, |unit| rank.trains(unit))
+    }
+
+    fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        self.shards.gather(rank, |_| true)
+    }
+
+    fn evaluate(
+        &mut self,
+        rank: &Rank<D>,
+        model: &mut dyn Model<D>,
+        read: &mut Read<'_, D>,
+    ) -> Result<(), TrainError> {
+        let mut step = self.forward_only.step()?;
+        for (i, pass) in rank.passes.iter().enumerate() {
+            let units = unshard(&mut step, &pass.forward_reads)?;
+            let params = params(rank, &pass.forward_reads, &units);
+            model.forward(&rank.compute, i, &params)?;
+            if i + 1 == rank.passes.len() {
+                read(model, &params)?;
+            }
+            reshard(&mut step, units);
+        }
+        Ok(())
+    }
+
+    fn replicated(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
+        self.shards.of_replicas(rank)
+    }
+
+    fn optimizer(&mut self) -> &mut dyn Optimizer<D> {
+        &mut *self.optimizer
     }
 }
 
@@ -97,112 +175,32 @@ fn params<D: Device>(rank: &Rank<D>, units: &[usize], gathered: &[Unsharded<D>])
     units.iter().zip(gathered).map(slice).collect()
 }
 
-/// Enqueues forward and backward of a micro-batch, and the reduction of its gradients.
-fn micro_batch<D: Device>(
-    rank: &Rank<D>,
-    model: &mut dyn Model<D>,
-    micro: usize,
-    step: &mut PrefetchStep<'_, D>,
-    grads: &mut Gradients<D>,
-    optimizer: &mut dyn Optimizer<D>,
-) -> Result<(), TrainError> {
-    let last = rank.passes.len() - 1;
-    let mut turning = Vec::new();
-    for (i, pass) in rank.passes.iter().enumerate() {
-        let units = unshard(step, &pass.forward_reads)?;
-        model.forward(&rank.compute, i, &params(rank, &pass.forward_reads, &units))?;
-        if i == last {
-            turning = units;
-        } else {
-            reshard(step, units);
-        }
-    }
-
-    for (i, pass) in rank.backward_passes() {
-        let units = match i == last {
-            true => std::mem::take(&mut turning),
-            false => unshard(step, &pass.backward_reads)?,
-        };
-        let params = params(rank, &pass.backward_reads, &units);
-        let of_pass = grads.of_pass(rank, i, micro, optimizer)?;
-        model.backward(&rank.compute, i, &params, &of_pass, optimizer.loss_scale()?)?;
-        reshard(step, units);
-        rank.complete_after(i)
-            .try_for_each(|unit| grads.reduce(rank, unit, micro, optimizer))?;
-    }
-
-    Ok(())
-}
-
-impl<D: Device> Stage<D> for Stage3<D> {
-    fn gradients(
-        &mut self,
-        rank: &Rank<D>,
-        model: &mut dyn Model<D>,
-        micro_batches: &mut MicroBatches<'_, '_, D>,
-    ) -> Result<(), TrainError> {
-        let Self {
-            prefetcher,
-            grads,
-            optimizer,
-            ..
-        } = self;
-
-        let mut step = prefetcher.step()?;
-        micro_batches.run(rank, model, |model, micro| {
-            micro_batch(rank, model, micro, &mut step, grads, &mut **optimizer)
-        })?;
-        if let OrderCheck::Changed {
-            position,
-            expected,
-            got,
-        } = step.end().order
-        {
-            tracing::warn!(
-                position,
-                ?expected,
-                ?got,
-                "the order of units changed during the step; units after this position were gathered on demand"
+impl<D: Device> Stage3<D> {
+    pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
+        let shards = SharedShards::new(rank)?;
+        let optimizer = optimizer_choice::build(rank, shards.updated())?;
+        shards.set_updates(optimizer.host_params());
+        let prefetcher = |order| {
+            let mut prefetcher = Prefetcher::with_source(
+                rank.pool.clone(),
+                rank.mesh.gather.clone(),
+                rank.compute.clone(),
+                rank.comm_stream.clone(),
+                shards.clone(),
+                rank.settings.prefetch,
             );
-        }
+            prefetcher.expect_order(order).map(|()| prefetcher)
+        };
 
-        Ok(())
-    }
-
-    fn evaluate(
-        &mut self,
-        rank: &Rank<D>,
-        model: &mut dyn Model<D>,
-        read: &mut Read<'_, D>,
-    ) -> Result<(), TrainError> {
-        let mut step = self.forward_only.step()?;
-        for (i, pass) in rank.passes.iter().enumerate() {
-            let units = unshard(&mut step, &pass.forward_reads)?;
-            let params = params(rank, &pass.forward_reads, &units);
-            model.forward(&rank.compute, i, &params)?;
-            if i + 1 == rank.passes.len() {
-                read(model, &params)?;
-            }
-            reshard(&mut step, units);
-        }
-        Ok(())
-    }
-
-    fn optimizer(&mut self) -> &mut dyn Optimizer<D> {
-        &mut *self.optimizer
-    }
-
-    fn replicated(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
-        self.shards.of_replicas(rank)
-    }
-
-    fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        self.shards.wait(rank)?;
-        self.optimizer.update(rank)?;
-        self.shards.gather(rank, |unit| rank.trains(unit))
-    }
-
-    fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
-        self.shards.gather(rank, |_| true)
+        let forward_only = prefetcher(forward_uses(rank).collect())?;
+        let prefetcher = prefetcher(step_uses(rank))?;
+        let grads = Gradients::new(rank, model, &*optimizer)?;
+        Ok(Self {
+            prefetcher,
+            forward_only,
+            optimizer,
+            shards,
+            grads,
+        })
     }
 }

@@ -126,11 +126,6 @@ impl<D: Device> Storage<D> {
         self.all().slice(self.shards[unit].clone())
     }
 
-    /// [`Self::unit`] of all units.
-    pub(crate) fn all_units(&self) -> Vec<AnySlice> {
-        (0..self.units.len()).map(|u| self.unit(u)).collect()
-    }
-
     /// The elements of each unit that this rank updates: its shard, or a part of it.
     pub(crate) fn all_updated(&self) -> Vec<AnySlice> {
         let updated = self.updated.iter().cloned();

@@ -1,4 +1,5 @@
-//! Parameters that every rank holds whole while each updates only its shard: stages 1 and 2.
+//! Parameters that every rank holds whole: stages 0 to 2. At stages 1 and 2 each rank updates only
+//! its shard.
 //!
 //! After a step the shards are gathered unit by unit on the communication stream; the next forward
 //! waits for each unit just before its first use, so that the gather overlaps the forward of
@@ -18,6 +19,10 @@ use crate::stages::storage::Storage;
 /// All parameters of one rank.
 pub(crate) struct WholeParams<D: Device> {
     storage: Storage<D>,
+    /// Whether each rank updates only its shard, which the others gather.
+    is_gathered: bool,
+    /// This rank's shards, if a codec changes what is gathered.
+    shards: Option<Storage<D>>,
     /// The completion of each unit's gather, until a forward has waited for it.
     gathers: Vec<Option<D::Event>>,
     /// The parameters that the host updates, if it does: units are then gathered when a forward
@@ -27,9 +32,14 @@ pub(crate) struct WholeParams<D: Device> {
 
 impl<D: Device> WholeParams<D> {
     pub(crate) fn new(rank: &Rank<D>) -> Result<Self, TrainError> {
-        let storage = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
+        let dtype = rank.settings.dtype;
+        let is_gathered = rank.settings.stage.shards_optimizer();
+        let has_codec = is_gathered && rank.settings.gather_codec.is_some();
+        let shards = has_codec.then(|| Storage::shards(rank, dtype, Purpose::Params));
         Ok(Self {
-            storage,
+            storage: Storage::whole(rank, dtype, Purpose::Params)?,
+            is_gathered,
+            shards: shards.transpose()?,
             gathers: (0..rank.units()).map(|_| None).collect(),
             updates: None,
         })
@@ -40,13 +50,13 @@ impl<D: Device> WholeParams<D> {
         self.updates = updates;
     }
 
-    /// The flat parameters of `units`. The compute stream waits for their gathers.
-    pub(crate) fn of(
+    /// The flat parameters of `units`. The compute stream waits for their updates and gathers.
+    pub(crate) fn wait_for(
         &mut self,
         rank: &Rank<D>,
         units: &[usize],
     ) -> Result<Vec<AnySlice>, TrainError> {
-        self.gather_updated(rank, units.iter().copied())?;
+        self.gather_updated(rank, units)?;
         for event in units.iter().filter_map(|&unit| self.gathers[unit].take()) {
             rank.compute.wait(&event)?;
         }
@@ -60,13 +70,36 @@ impl<D: Device> WholeParams<D> {
 
     /// The elements of each unit that this rank updates.
     pub(crate) fn updated(&self) -> Vec<AnySlice> {
-        self.storage.all_updated()
+        self.shards.as_ref().unwrap_or(&self.storage).all_updated()
+    }
+
+    /// This rank's shard of `unit`, before its gather.
+    fn shard(&self, unit: usize) -> AnySlice {
+        self.shards.as_ref().unwrap_or(&self.storage).shard(unit)
     }
 
     /// Makes the compute stream wait for all gathers, so that the parameters may be written.
-    pub(crate) fn wait(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+    pub(crate) fn wait_for_gathers(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         for event in self.gathers.iter_mut().filter_map(Option::take) {
             rank.compute.wait(&event)?;
+        }
+        Ok(())
+    }
+
+    /// Makes later gathers wait for what is enqueued on the compute stream.
+    pub(crate) fn hold_gathers(&self, rank: &Rank<D>) -> Result<(), TrainError> {
+        if self.is_gathered {
+            rank.comm_stream.wait(&rank.compute.record()?)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the compute stream wait for what is enqueued on the communication stream.
+    pub(crate) fn hold_compute(&self, rank: &Rank<D>) -> Result<(), TrainError> {
+        // Not for the events of the gathers: the next step waits for those, and a recorded gather's
+        // cannot be waited for.
+        if self.is_gathered {
+            rank.compute.wait(&rank.comm_stream.record()?)?;
         }
         Ok(())
     }
@@ -75,13 +108,17 @@ impl<D: Device> WholeParams<D> {
     pub(crate) fn gather_updated(
         &mut self,
         rank: &Rank<D>,
-        units: impl Iterator<Item = usize>,
+        units: &[usize],
     ) -> Result<(), TrainError> {
         let Some(updates) = self.updates.clone() else {
             return Ok(());
         };
-        for unit in units {
-            if updates.lock().deliver(&rank.comm_stream, unit)? {
+        let reader = match self.is_gathered {
+            true => &rank.comm_stream,
+            false => &rank.compute,
+        };
+        for &unit in units {
+            if updates.lock().deliver(reader, unit)? && self.is_gathered {
                 let shard = self.whole_shard(rank, unit, &rank.comm_stream.record()?)?;
                 self.gather(rank, unit, shard)?;
             }
@@ -89,13 +126,17 @@ impl<D: Device> WholeParams<D> {
         Ok(())
     }
 
-    /// Gathers the units that `changed` from the ranks' shards, in the order of the next forward.
+    /// Gathers the units that `changed` from the ranks' shards, if each updates only its own, in
+    /// the order of the next forward.
     pub(crate) fn all_gather(
         &mut self,
         rank: &Rank<D>,
         changed: impl Fn(usize) -> bool,
     ) -> Result<(), TrainError> {
-        rank.comm_stream.wait(&rank.compute.record()?)?;
+        if !self.is_gathered {
+            return Ok(());
+        }
+        self.hold_gathers(rank)?;
         let changed: Vec<usize> = (0..rank.units()).filter(|&unit| changed(unit)).collect();
         if let Some(updates) = &self.updates {
             let mut updates = updates.lock();
@@ -123,7 +164,7 @@ impl<D: Device> WholeParams<D> {
         updated: &D::Event,
     ) -> Result<Option<D::Event>, TrainError> {
         let replicas = rank.mesh.sharing_update();
-        let whole = replicas.map(|replicas| replicas.gather(updated, self.storage.shard(unit)));
+        let whole = replicas.map(|replicas| replicas.gather(updated, self.shard(unit)));
         Ok(whole.transpose()?)
     }
 
@@ -137,15 +178,10 @@ impl<D: Device> WholeParams<D> {
         if let Some(shard) = shard {
             rank.comm_stream.wait(&shard)?;
         }
-        let shard = self.storage.shard(unit);
-        let whole = self.storage.unit(unit);
-        let group = &rank.mesh.params;
-        group.all_gather(&rank.comm_stream, shard, whole)?;
-        let event = rank.comm_stream.record()?;
-        if !rank.settings.overlap {
-            rank.compute.wait(&event)?;
-        }
-        self.gathers[unit] = Some(event);
+        let comm_stream = &rank.comm_stream;
+        let gather = &rank.mesh.gather;
+        gather.enqueue(comm_stream, self.shard(unit), self.storage.unit(unit))?;
+        self.gathers[unit] = Some(comm_stream.record()?);
         Ok(())
     }
 }

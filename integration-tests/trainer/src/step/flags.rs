@@ -25,8 +25,8 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Even
 use zero_alloc::{Block, Purpose, TimeLimit};
 
 use crate::error::TrainError;
-use crate::exchange::RankExchange;
 use crate::rank::Rank;
+use crate::rank_exchange::RankExchange;
 
 /// The words of a rank that is not ready, and of one that is.
 type Words = [AtomicU64; 2];

@@ -1,8 +1,8 @@
 //! The wall time of a step by the work on its critical path.
 //!
 //! Every instant of the step counts for exactly one part, so that the parts sum to the wall time:
-//! 1. If the compute stream runs an operation, for the phase of that operation; a collective of the
-//!    model, of tensor parallelism or of ranks that share sequences, for exposed communication.
+//! 1. If the compute stream runs an operation, for the phase of that operation; a collective, of the
+//!    model or without overlap, for exposed communication of its kind.
 //! 2. Otherwise, if the host updates parameters that are offloaded, for the optimizer.
 //! 3. Otherwise, if a communication stream runs one, that of replicas included, for exposed
 //!    communication of that kind. A collective includes its wait for other ranks.
@@ -16,6 +16,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use zero_alloc::host::OpSpan;
 use zero_comm::Collective;
+use zero_comm::overlap::is_collective;
 
 use crate::telemetry::phase::{Phase, UnitKind};
 
@@ -129,6 +130,8 @@ impl Part {
     fn of_compute(span: &OpSpan) -> Self {
         match Phase::of(span) {
             Some(Phase::Forward(_) | Phase::Backward(_)) if is_collective(span) => Self::Model,
+            // Without overlap all communication is on the compute stream.
+            _ if is_collective(span) => Self::of_comm(span),
             Some(Phase::Forward(kind)) => Self::Forward(kind),
             Some(Phase::Backward(kind)) => Self::Backward(kind),
             Some(Phase::Graph) => Self::Graph,
@@ -171,13 +174,6 @@ impl Part {
     }
 }
 
-/// Whether an operation is a collective.
-pub(crate) fn is_collective(span: &OpSpan) -> bool {
-    Collective::ALL
-        .iter()
-        .any(|collective| collective.name() == span.label)
-}
-
 /// Time by part; a part that is missing has none.
 type Times = BTreeMap<Part, Duration>;
 
@@ -189,8 +185,8 @@ pub(crate) struct Tracks<'a> {
     pub(crate) compute: &'a str,
     /// The host's update of offloaded state; the track of what it reads has this name and `read`.
     pub(crate) update: &'a str,
-    /// Of the group, and of replicas.
-    pub(crate) comm: [&'a str; 2],
+    /// Of collectives, beside compute.
+    pub(crate) comm: Vec<&'a str>,
     pub(crate) host: &'a str,
 }
 
@@ -317,12 +313,14 @@ mod tests {
 
     use super::*;
 
-    const TRACKS: Tracks<'_> = Tracks {
-        compute: "compute",
-        update: "update",
-        comm: ["comm", "replicas"],
-        host: "host",
-    };
+    fn tracks() -> Tracks<'static> {
+        Tracks {
+            compute: "compute",
+            update: "update",
+            comm: vec!["comm", "replicas"],
+            host: "host",
+        }
+    }
 
     fn span(track: &str, phase: Phase, label: &'static str, start: u64, end: u64) -> OpSpan {
         let start = Duration::from_millis(start);
@@ -364,7 +362,7 @@ mod tests {
             span("other", Phase::Optimizer, "adam", 80, 90),
         ];
 
-        let breakdown = Breakdown::of(&spans, &TRACKS, wall(10, 100));
+        let breakdown = Breakdown::of(&spans, &tracks(), wall(10, 100));
         let expected = PartsMs {
             forward_ms: 8.0,
             backward_ms: 20.0,
@@ -427,7 +425,7 @@ mod tests {
             ),
         ];
 
-        let breakdown = Breakdown::of(&spans, &TRACKS, wall(0, 40));
+        let breakdown = Breakdown::of(&spans, &tracks(), wall(0, 40));
         let expected = PartsMs {
             backward_ms: 10.0,
             forward_ms: 3.0,

@@ -13,7 +13,7 @@ use crate::mesh::Sent;
 use crate::offload::host_optimizer::update_track;
 use crate::options::RunOptions;
 use crate::rank::Rank;
-use crate::telemetry::breakdown::{Breakdown, Tracks, is_collective};
+use crate::telemetry::breakdown::{Breakdown, Tracks};
 use crate::telemetry::memory_trace::{MemoryRecord, MemoryTrace, live};
 use crate::telemetry::metrics::{CommBytes, MemoryBytes, NvmeBytes, StepMetrics};
 use crate::telemetry::phase::{Phase, host_track};
@@ -188,15 +188,10 @@ impl<'a, D: Device> Observer<'a, D> {
     }
 
     fn tracks(&self) -> Tracks<'_> {
-        let comm = self.rank.comm_stream.name();
-        let replicas = self.rank.mesh.replicas.as_ref();
         Tracks {
             compute: self.rank.compute.name(),
             update: &self.update,
-            comm: [
-                comm,
-                replicas.map_or(comm, |replicas| replicas.stream.name()),
-            ],
+            comm: self.rank.collective_streams().map(Stream::name).collect(),
             host: &self.host,
         }
     }
@@ -206,8 +201,6 @@ impl<'a, D: Device> Observer<'a, D> {
     /// compute.
     fn of_this_rank(&self, spans: Vec<OpSpan>) -> (Vec<OpSpan>, Overlap) {
         let tracks = self.tracks();
-        let [comm, replicas] = tracks.comm;
-        let named = [tracks.compute, comm, replicas, tracks.host];
         let own = format!("rank {} ", self.rank.comm.rank());
         let mut training = Vec::new();
         let mut others = Vec::new();
@@ -218,7 +211,10 @@ impl<'a, D: Device> Observer<'a, D> {
                 Phase::of(&span),
                 Some(Phase::Checkpoint | Phase::Validation)
             );
-            if !named.contains(&&*span.stream) {
+            let track = &*span.stream;
+            let is_named =
+                [tracks.compute, tracks.host].contains(&track) || tracks.comm.contains(&track);
+            if !is_named {
                 if span.stream.starts_with(&own) {
                     of_offload.push(span);
                 }
@@ -229,9 +225,7 @@ impl<'a, D: Device> Observer<'a, D> {
             }
         }
 
-        let overlap = Overlap::of_spans(&training, |span| {
-            tracks.comm.contains(&&*span.stream) || is_collective(span)
-        });
+        let overlap = Overlap::of(&training, &tracks.comm);
         training.extend(others);
         training.extend(of_offload);
         (training, overlap)

@@ -78,7 +78,7 @@ fn seven_tenths_are_inside_backward() {
         spans.push(span("comm", start, free));
     }
 
-    let overlap = Overlap::of(&spans, "comm");
+    let overlap = Overlap::of(&spans, &["comm"]);
     let inside = 1.0 - overlap.exposed.as_secs_f64() / overlap.comm.as_secs_f64();
     let at: Vec<_> = report
         .launches

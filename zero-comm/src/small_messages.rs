@@ -56,11 +56,10 @@ pub(crate) fn exchange<D: Device>(
     all[own.clone()].copy_from_slice(rest);
 
     through_device(comm, pool, stream, &mut all, limit, |all| {
-        comm.enqueue(
-            stream,
-            comm.group()
-                .control_all_gather_uneven(all.slice(own), all, &counts)?,
-        )
+        let gather = comm
+            .group()
+            .all_gather_uneven(all.slice(own), all, &counts)?;
+        comm.enqueue(stream, gather.as_control())
     })?;
 
     let mut left = &all[..];

@@ -79,7 +79,7 @@ impl<'a, D: Device> RankExchange<'a, D> {
     /// The exchange of a rank with the replicas of its shard.
     pub(crate) fn of_replicas(rank: &'a Rank<D>, replicas: &'a Replicas<D>) -> Self {
         Self {
-            comm: &*replicas.comm,
+            comm: &**replicas.comm(),
             ..Self::of(rank)
         }
     }
