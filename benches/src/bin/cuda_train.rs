@@ -13,11 +13,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zero::data::{DataSource, Dataset};
 use zero::workload::{ModelWorkload, Weights};
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::DType;
 use zero_comm::Solo;
+use zero_data::{DataSource, Dataset};
 use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::OptimizerConfig;
 use zero_shard::ZeroStage;

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
-use zero::data::{DataSource, Dataset};
 use zero::workload::{ModelWorkload, Weights};
 use zero_alloc::cuda::PinnedMemory;
 use zero_alloc::device::DType;
 use zero_ckpt::Reader;
 use zero_comm::Solo;
+use zero_data::{DataSource, Dataset};
 use zero_kernels::AdamHyper;
 use zero_models::hf::HfFolder;
 use zero_models::{ModelConfig, ModelOptions};

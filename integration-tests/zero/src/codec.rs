@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use crate::data::{MAX_BYTE_VOCAB, TextTokenizer};
+use zero_data::{MAX_BYTE_VOCAB, TextTokenizer};
+
 use crate::error::CliError;
 
 /// How text becomes tokens.

@@ -10,12 +10,12 @@ use clap::{Args, ValueEnum};
 use indicatif::HumanCount;
 use serde_json::json;
 use zero_alloc::device::DType;
+use zero_data::check_tokenizer;
 use zero_models::generate::{Generator, GeneratorOptions, Sampling};
 use zero_models::hf::{HfFolder, companions};
 use zero_models::ops::Threads;
 
 use crate::codec::{Codec, Decoder};
-use crate::data::check_tokenizer;
 use crate::error::CliError;
 use crate::flags::{check_positive, limit_of_positions, parse_whole};
 use crate::output::{bytes, print_note, print_text};

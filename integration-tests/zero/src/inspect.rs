@@ -7,12 +7,13 @@ use clap::{Args, Subcommand};
 use console::Style;
 use indicatif::HumanCount;
 use serde_json::{Map, Value, json};
+use zero_data::{
+    DataKind, DataSource, EncoderSource, ExampleRows, RowOptions, TextTokenizer, TrainingData,
+    check_tokenizer,
+};
 use zero_models::hf::HfFolder;
 use zero_trainer::{IGNORED, ValidationData};
 
-use crate::data::examples::{EncoderSource, ExampleRows, RowOptions};
-use crate::data::kind::DataKind;
-use crate::data::{DataSource, TextTokenizer, TrainingData, check_tokenizer};
 use crate::error::CliError;
 use crate::flags::{find_model, model_help, parse_whole};
 use crate::output::{print_note, print_text, printable};
@@ -194,7 +195,7 @@ fn of_examples(rows: &ExampleRows, shown: usize) -> Result<View, CliError> {
     let part = |index: u32| {
         let example = examples.get(index as usize);
         // The last token is a target only.
-        let tokens = (0..example.len().min(rows.seq_len() + 1)).map(|i| {
+        let tokens = (0..example.token_count().min(rows.seq_len() + 1)).map(|i| {
             let is_trained = i > 0 && example.target(i) != IGNORED;
             (example.token(i), is_trained)
         });
@@ -208,15 +209,15 @@ fn of_examples(rows: &ExampleRows, shown: usize) -> Result<View, CliError> {
         })
     };
     let row = |row: usize| rows.members(row).iter().map(|&index| part(index)).collect();
-    let shown = (0..shown.min(rows.len())).map(row);
+    let shown = (0..shown.min(rows.count())).map(row);
 
     let truncated = HumanCount(rows.truncated);
     let left_out = HumanCount(rows.untrained);
     Ok(View {
         rows: shown.collect::<Result<_, CliError>>()?,
         figures: object(json!({
-            "examples": examples.len(),
-            "rows": rows.len(),
+            "examples": examples.count(),
+            "rows": rows.count(),
             "seq_len": rows.seq_len(),
             "packed": rows.is_packed(),
             "trained_tokens": rows.all_trained(),

@@ -14,7 +14,6 @@
 pub mod ckpt;
 mod codec;
 mod config;
-pub mod data;
 mod error;
 mod flags;
 pub mod generate;

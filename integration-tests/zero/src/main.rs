@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use zero::launcher::Report;
-use zero::{CliError, ckpt, data, generate, inspect, measure, plan, train, tune};
+use zero::{CliError, ckpt, generate, inspect, measure, plan, train, tune};
 
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;
@@ -107,7 +107,7 @@ fn main() -> ExitCode {
     // The run reports a panic as the error of its rank, in one line.
     std::panic::set_hook(Box::new(|panic| tracing::debug!("{panic}")));
 
-    data::render_apart();
+    zero_data::render_apart();
     ckpt::name_commands();
 
     let result = std::panic::catch_unwind(|| match Cli::parse_from(arguments()).command {
@@ -118,7 +118,7 @@ fn main() -> ExitCode {
         Command::Ckpt(args) => ckpt::run(args),
         Command::Data(args) => inspect::run(&args),
         Command::Generate(args) => generate::run(&args),
-        Command::RenderTemplates => data::serve_templates(),
+        Command::RenderTemplates => zero_data::serve_templates().map_err(CliError::failure),
     });
 
     let error = match result {

@@ -3,9 +3,9 @@
 use zero_alloc::Pool;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::host::{HostDevice, HostStream};
+use zero_data::TrainingData;
 use zero_shard::{ParamSpec, TensorCut, UnitSpec};
 
-use crate::data::TrainingData;
 use zero_models::hf::HfFolder;
 use zero_models::ops::Threads;
 use zero_models::{ModelConfig, ModelOptions};

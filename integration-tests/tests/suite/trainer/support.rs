@@ -7,12 +7,12 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use tempfile::TempDir;
-use zero::data::{DataSource, Dataset};
 use zero::workload::{ModelWorkload, Weights};
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
 use zero_ckpt::Reader;
 use zero_comm::PrefetchOptions;
+use zero_data::{DataSource, Dataset};
 use zero_models::ModelOptions;
 use zero_models::hf::HfFolder;
 use zero_optim::OptimizerConfig;

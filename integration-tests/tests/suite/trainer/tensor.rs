@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use integration_tests::{GPT2, LLAMA, Oracle, QWEN2, data};
 use proptest::prelude::*;
-use zero::data::{DataSource, Dataset};
 use zero::workload::{ModelWorkload, Weights};
 use zero_alloc::device::DType;
+use zero_data::{DataSource, Dataset};
 use zero_models::ModelConfig;
 use zero_models::gpt2::config::GptConfig;
 use zero_models::llama::config::{Family, LlamaConfig};

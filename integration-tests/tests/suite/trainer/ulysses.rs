@@ -14,11 +14,11 @@ use std::sync::Arc;
 
 use integration_tests::{GPT2, LLAMA, Oracle, data};
 use proptest::prelude::*;
-use zero::data::{DataSource, Dataset};
 use zero::workload::{ModelWorkload, Weights};
 use zero_alloc::Pool;
 use zero_alloc::device::DType;
 use zero_alloc::host::{HostDevice, HostStream};
+use zero_data::{DataSource, Dataset};
 use zero_models::gpt2::config::GptConfig;
 use zero_models::llama::config::{Family, LlamaConfig};
 use zero_models::{ModelConfig, ModelOptions};

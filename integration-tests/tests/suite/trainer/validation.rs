@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use zero::data::{DataSource, Dataset};
 use zero_alloc::device::DType;
 use zero_ckpt::Reader;
+use zero_data::{DataSource, Dataset};
 use zero_optim::OptimizerConfig;
 use zero_trainer::{Validation, ValidationOptions};
 

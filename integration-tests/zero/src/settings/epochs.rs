@@ -2,12 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use zero_data::{EncoderSource, Pace, Place, RowOptions, TrainingData};
+
 use super::record::{DataRecord, RowsRecord};
 use super::resolve::RunSources;
 use super::row::{Row, Setting};
-use crate::data::TrainingData;
-use crate::data::examples::{EncoderSource, RowOptions};
-use crate::data::place::{Pace, Place};
 use crate::error::CliError;
 use crate::paths::absolute;
 

@@ -7,6 +7,7 @@ use std::hash::{BuildHasher, RandomState};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use zero_ckpt::Reader;
+use zero_data::Place;
 use zero_optim::OptimizerConfig;
 use zero_trainer::OffloadSettings;
 use zero_trainer::param_groups::GroupSettings;
@@ -20,7 +21,6 @@ use super::row::Row;
 use super::samples::SampleRecord;
 use super::saving::SavingRecord;
 use super::validation::ValidationRecord;
-use crate::data::place::Place;
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
 

@@ -8,10 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use super::args::TrainArgs;
 use super::row::Row;
-use crate::data::examples::RowOptions;
-use crate::data::{DataError, DataSource, FolderFiles, TrainingData};
 use crate::error::CliError;
 use crate::paths::absolute;
+use zero_data::{DataError, DataSource, FolderFiles, RowOptions, TrainingData};
 use zero_trainer::{ValidationData, ValidationOptions};
 
 /// The validation of a run, as `run.json` stores it.

@@ -5,6 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 
+use zero_data::{
+    DataSource, FolderFiles, Place, RowOptions, TrainingData, check_tokenizer, default_token_cache,
+    has_tokens, tokenizer_checksum,
+};
 use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
 use zero_models::hf::tokenizer_files::tokenizer_of_kept;
@@ -12,12 +16,6 @@ use zero_shard::Layout;
 use zero_trainer::SHARD_ALIGN_ELEMS;
 
 use super::resume::Resumed;
-use crate::data::examples::RowOptions;
-use crate::data::kind::has_tokens;
-use crate::data::place::Place;
-use crate::data::{
-    DataSource, FolderFiles, TrainingData, check_tokenizer, default_token_cache, tokenizer_checksum,
-};
 use crate::error::CliError;
 use crate::flags::find_model;
 use crate::paths::absolute;

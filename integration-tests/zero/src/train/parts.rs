@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use zero_ckpt::ModelFiles;
+use zero_data::Place;
 use zero_models::ModelOptions;
 use zero_models::hf::companions;
 use zero_optim::RankSettings;
@@ -15,7 +16,6 @@ use super::launched::node_ranks;
 use super::resume::Resumed;
 use super::save_folder;
 use crate::config::{Batch, DsConfig};
-use crate::data::place::Place;
 use crate::error::CliError;
 use crate::flags::check_seq_len;
 use crate::model_files;
