@@ -4,7 +4,7 @@ use zero_alloc::device::DType;
 use zero_optim::{DynamicScaling, LossScaling};
 
 use super::ConfigFileError;
-use super::block::{Block, Usual};
+use super::block::{Block, keys};
 
 /// Reads `fp16` and `bf16` (or `bfloat16`): the type that one of them enables, fp32 if they disable
 /// it, or `None` if both are missing or one is `"auto"`; and the loss scaling of `fp16`, whether it
@@ -63,16 +63,13 @@ fn read_fp16(
     };
     let enabled = enabled(&mut block)?;
     block.ignore(
-        &[(
-            "auto_cast",
-            Usual::Flag(false),
-            "the model's inputs are token ids, which are not cast",
-        )],
+        keys! { "auto_cast" = Flag(false) => "the model's inputs are token ids, which are not cast" },
         warnings,
     )?;
-
-    let masters = "master weights and gradient sums are fp32";
-    block.refuse(&[("fp16_master_weights_and_grads", Usual::Flag(false), masters)])?;
+    block.refuse(keys! {
+        "fp16_master_weights_and_grads" = Flag(false) =>
+            "master weights and gradient sums are fp32",
+    })?;
     let default = DynamicScaling::default();
     let scale = block
         .number_in(
@@ -136,26 +133,19 @@ fn read_bf16(
         return Ok(None);
     };
     let enabled = enabled(&mut block)?;
-    let ignored = [
-        (
-            "immediate_grad_update",
-            Usual::Nothing,
+    let ignored = keys! {
+        "immediate_grad_update" = Nothing =>
             "gradients are reduced as soon as their unit's backward ends",
-        ),
-        (
-            "check_grad_overflow",
-            Usual::Flag(true),
-            "gradients are always checked",
-        ),
-    ];
+        "check_grad_overflow" = Flag(true) => "gradients are always checked",
+    };
 
-    block.ignore(&ignored, warnings)?;
+    block.ignore(ignored, warnings)?;
     let masters = "master weights, moments and gradient sums are fp32";
-    let refused = [
-        ("bf16_master_weights_and_grads", Usual::Flag(false), masters),
-        ("bf16_optimizer_states", Usual::Flag(false), masters),
-    ];
-    block.refuse(&refused)?;
+    let refused = keys! {
+        "bf16_master_weights_and_grads" = Flag(false) => masters,
+        "bf16_optimizer_states" = Flag(false) => masters,
+    };
+    block.refuse(refused)?;
     block.end_strict()?;
 
     Ok(Some(enabled))

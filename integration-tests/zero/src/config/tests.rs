@@ -6,7 +6,6 @@ use zero_kernels::AdamHyper;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Warmup, WarmupDecay, WarmupType};
 
 use super::deepspeed::{ActivationCheckpointing, Aio};
-use super::monitors::Monitors;
 use super::optimizer::DsOptimizer;
 use super::{BatchKeys, ConfigFileError, DsConfig, ZeroOptimization};
 use zero_trainer::Home;
@@ -48,29 +47,7 @@ fn assert_errors(table: &str) {
 
 #[test]
 fn empty_file_has_deepspeeds_defaults() {
-    let expected = DsConfig {
-        sequence_ranks: None,
-        tensor_ranks: None,
-        batch: BatchKeys::default(),
-        zero: ZeroOptimization::default(),
-        has_stage: false,
-        dtype: None,
-        loss_scaling: None,
-        requested_types: vec![],
-        gradient_clipping: None,
-        optimizer: None,
-        param_groups: None,
-        schedule: None,
-        activation_checkpointing: None,
-        aio: Aio::default(),
-        steps_per_print: None,
-        autotuning: None,
-        wall_clock_breakdown: false,
-        monitors: Monitors::default(),
-        autos: vec![],
-        warnings: vec![],
-    };
-    assert_eq!(quiet("{}"), expected);
+    assert_eq!(quiet("{}"), DsConfig::default());
 }
 
 #[test]
@@ -209,23 +186,18 @@ fn file_with_all_keys_is_read() {
             persistence_threshold_elems: 5_000,
             max_live_elems: 6_000_000,
             max_reuse_elems: 7_000_000,
-            gather_16bit_weights_on_save: false,
             offload_optimizer: Home::Nvme("/local".into()),
             offload_optimizer_buffers: Some(6),
-            offload_param: Home::Device,
-            hpz_ranks: None,
-            mics_shard_ranks: None,
+            ..ZeroOptimization::default()
         },
         has_stage: true,
         dtype: Some(DType::Bf16),
-        loss_scaling: None,
         requested_types: vec![
             ("communication_data_type".to_owned(), DType::Bf16),
             ("data_types.param_dtype".to_owned(), DType::Bf16),
         ],
         gradient_clipping: Some(0.5),
         optimizer: Some(DsOptimizer { lr: 3e-4, hyper }),
-        param_groups: None,
         schedule: Some(LrSchedule::WarmupDecay(schedule)),
         activation_checkpointing: Some(ActivationCheckpointing {
             partition_activations: true,
@@ -236,11 +208,8 @@ fn file_with_all_keys_is_read() {
             block_bytes: Some(4096),
         },
         steps_per_print: Some(5),
-        autotuning: None,
         wall_clock_breakdown: true,
-        monitors: Monitors::default(),
-        autos: vec![],
-        warnings: vec![],
+        ..DsConfig::default()
     };
 
     assert_eq!(config, expected);

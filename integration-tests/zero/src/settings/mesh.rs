@@ -1,103 +1,31 @@
 //! The groups of ranks over which states are sharded, and those that share sequences. They change
 //! the order in which gradients are summed, so the numbers within rounding.
 
-use serde::{Deserialize, Serialize};
 use zero_shard::{Sharding, ZeroStage};
 use zero_trainer::MeshSettings;
 
-use super::args::{Collectives, OptimizerRanks};
-use super::row::{Conditions, Row, Setting, Sources};
+use super::args::{MeshArgs, OptimizerRanks};
+use super::sources::{Conditions, Sources};
 use crate::error::CliError;
 
-/// The groups in `run.json`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct MeshRecord {
-    /// Ranks of a group; `None`: all.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) shard_group: Option<usize>,
-    /// The ranks that share the optimizer state.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) shard_optimizer: Option<OptimizerRanks>,
-    /// Ranks of a group that shares the parameters only.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) hpz: Option<usize>,
-    /// Ranks that share a sequence.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) ulysses: Option<usize>,
-    /// Ranks that have a part of each parameter.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) tensor_parallel: Option<usize>,
-    /// Data ranks of a machine, if collectives run in two levels.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) two_level: Option<usize>,
+/// A number of ranks that share micro-batches.
+struct Share {
+    flag: &'static str,
+    key: &'static str,
+    of: fn(&MeshArgs) -> Option<usize>,
 }
 
-const SHARD_GROUP: Setting<Option<usize>, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.shard_group.map(Some),
-    of_zero: |zero| zero.mics_shard_ranks.map(|ranks| Some(ranks as usize)),
-    of_run: |run| Some(run.shard_group),
-    ..Setting::new(
-        Row::new("mesh.shard_group", "--shard-group").key("zero_optimization.mics_shard_size"),
-        || None,
-    )
+const ULYSSES: Share = Share {
+    flag: "--ulysses",
+    key: "sequence_parallel_size",
+    of: |mesh| mesh.ulysses,
 };
 
-const SHARD_OPTIMIZER: Setting<Option<OptimizerRanks>, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.shard_optimizer.map(Some),
-    of_run: |run| Some(run.shard_optimizer),
-    ..Setting::new(
-        Row::new("mesh.shard_optimizer", "--shard-optimizer"),
-        || None,
-    )
+const TENSOR_PARALLEL: Share = Share {
+    flag: "--tensor-parallel",
+    key: "tensor_parallel.autotp_size",
+    of: |mesh| mesh.tensor_parallel,
 };
-
-const HPZ: Setting<Option<usize>, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.hpz.map(Some),
-    of_zero: |zero| zero.hpz_ranks.map(|ranks| Some(ranks as usize)),
-    of_run: |run| Some(run.hpz),
-    ..Setting::new(
-        Row::new("mesh.hpz", "--hpz").key("zero_optimization.zero_hpz_partition_size"),
-        || None,
-    )
-};
-
-const ULYSSES: Setting<usize, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.ulysses,
-    of_file: |file| file.sequence_ranks.map(|ranks| ranks as usize),
-    of_run: |run| run.ulysses,
-    ..Setting::new(
-        Row::new("mesh.ulysses", "--ulysses").key("sequence_parallel_size"),
-        || 1,
-    )
-};
-
-const TENSOR_PARALLEL: Setting<usize, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.tensor_parallel,
-    of_file: |file| file.tensor_ranks.map(|ranks| ranks as usize),
-    of_run: |run| run.tensor_parallel,
-    ..Setting::new(
-        Row::new("mesh.tensor_parallel", "--tensor-parallel").key("tensor_parallel.autotp_size"),
-        || 1,
-    )
-};
-
-/// Ranks agree on the route by themselves, since launchers may report other machines to each.
-pub(crate) const COLLECTIVES: Setting<Collectives, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.collectives,
-    ..Setting::new(
-        Row::new("mesh.two_level", "--collectives").not_compared(),
-        Collectives::default,
-    )
-};
-
-pub(crate) const ROWS: &[Row] = &[
-    SHARD_GROUP.row,
-    SHARD_OPTIMIZER.row,
-    HPZ.row,
-    ULYSSES.row,
-    TENSOR_PARALLEL.row,
-    COLLECTIVES.row,
-];
 
 /// The ranks that share micro-batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,7 +41,7 @@ impl Shares {
     ///
     /// # Errors
     /// A number that does not divide the ranks.
-    pub(crate) fn new(from: &Sources<'_, MeshRecord>, ranks: usize) -> Result<Self, CliError> {
+    pub(crate) fn new(from: &Sources, ranks: usize) -> Result<Self, CliError> {
         let tensor = dividing(from, &TENSOR_PARALLEL, ranks, "ranks")?;
         let sequence = match tensor {
             1 => dividing(from, &ULYSSES, ranks, "ranks")?,
@@ -142,28 +70,23 @@ impl Shares {
     }
 }
 
-/// A setting that divides `ranks`.
-fn dividing(
-    from: &Sources<'_, MeshRecord>,
-    setting: &Setting<usize, MeshRecord>,
-    ranks: usize,
-    what: &str,
-) -> Result<usize, CliError> {
+/// A share that divides `ranks`.
+fn dividing(from: &Sources, share: &Share, ranks: usize, what: &str) -> Result<usize, CliError> {
     let fits = |share: &usize| *share > 0 && ranks.is_multiple_of(*share);
-    let name = match (setting.of_flags)(from.args) {
-        Some(_) => setting.row.flag,
-        None => setting.row.key,
+    let name = match (share.of)(&from.flags.mesh) {
+        Some(_) => share.flag,
+        None => share.key,
     };
-    match from.given(setting) {
+    match (share.of)(&from.given.mesh) {
         Some(given) if !fits(&given) => Err(CliError::Usage(format!(
             "{name} {given}: expected a number that divides the {ranks} {what}"
         ))),
         Some(given) => Ok(given),
-        None => Ok(from.recorded(setting).filter(fits).unwrap_or(1)),
+        None => Ok((share.of)(&from.recorded.mesh).filter(fits).unwrap_or(1)),
     }
 }
 
-impl MeshRecord {
+impl MeshArgs {
     /// The record of settings.
     pub(crate) fn of(mesh: &MeshSettings) -> Self {
         let group = mesh.shard_group;
@@ -257,7 +180,7 @@ impl MeshRecord {
 /// # Errors
 /// Groups that do not fit the ranks or the stage.
 pub(crate) fn settings(
-    from: &Sources<'_, MeshRecord>,
+    from: &Sources,
     run: &Conditions,
     notices: &mut Vec<String>,
 ) -> Result<MeshSettings, CliError> {
@@ -277,8 +200,8 @@ pub(crate) fn settings(
         ),
     ];
     for (setting, share, what, now) in of_settings {
-        if let Some(recorded) = from.recorded(setting)
-            && from.given(setting).is_none()
+        if let Some(recorded) = (setting.of)(&from.recorded.mesh)
+            && (setting.of)(&from.given.mesh).is_none()
             && recorded != share
         {
             notices.push(format!(
@@ -296,7 +219,7 @@ pub(crate) fn settings(
 
 /// The groups over which states are sharded.
 fn groups(
-    from: &Sources<'_, MeshRecord>,
+    from: &Sources,
     run: &Conditions,
     notices: &mut Vec<String>,
 ) -> Result<MeshSettings, CliError> {
@@ -309,7 +232,7 @@ fn groups(
         };
     }
 
-    let recorded = from.recorded.copied().unwrap_or_default().settings()?;
+    let recorded = from.recorded.mesh.settings()?;
     match refusal(&recorded, run.ranks as u64, run.stage) {
         None => Ok(of_groups(recorded, run.ranks)),
         Some(why) => {
@@ -322,12 +245,12 @@ fn groups(
 }
 
 /// The groups that flags and the file set. With any, those of a recorded run do not count.
-fn given(from: &Sources<'_, MeshRecord>) -> Option<MeshRecord> {
-    let given = MeshRecord {
-        shard_group: from.given(&SHARD_GROUP).flatten(),
-        shard_optimizer: from.given(&SHARD_OPTIMIZER).flatten(),
-        hpz: from.given(&HPZ).flatten(),
-        ..MeshRecord::default()
+fn given(from: &Sources) -> Option<MeshArgs> {
+    let given = MeshArgs {
+        shard_group: from.given.mesh.shard_group,
+        shard_optimizer: from.given.mesh.shard_optimizer,
+        hpz: from.given.mesh.hpz,
+        ..MeshArgs::default()
     };
     (!given.is_default()).then_some(given)
 }
@@ -336,10 +259,7 @@ fn given(from: &Sources<'_, MeshRecord>) -> Option<MeshRecord> {
 ///
 /// # Errors
 /// The size of a group does not divide the number of ranks.
-pub(crate) fn planned(
-    from: &Sources<'_, MeshRecord>,
-    ranks: u64,
-) -> Result<MeshSettings, CliError> {
+pub(crate) fn planned(from: &Sources, ranks: u64) -> Result<MeshSettings, CliError> {
     let mesh = given(from).unwrap_or_default().settings()?;
     let shares = Shares::new(from, ranks as usize)?;
     let data_ranks = ranks / shares.tensor as u64;
@@ -377,8 +297,8 @@ fn of_groups(mesh: MeshSettings, ranks: usize) -> MeshSettings {
 /// The flag that sets the groups.
 pub(crate) fn group_flag(mesh: &MeshSettings) -> &'static str {
     match mesh.sharding {
-        Sharding::Secondary => HPZ.row.flag,
-        _ => SHARD_GROUP.row.flag,
+        Sharding::Secondary => "--hpz",
+        _ => "--shard-group",
     }
 }
 
@@ -408,6 +328,7 @@ mod tests {
     use super::*;
     use crate::config::DsConfig;
     use crate::settings::args::TrainArgs;
+    use crate::settings::sources::of_file;
 
     fn run(ranks: usize, stage: ZeroStage) -> Conditions {
         Conditions {
@@ -423,19 +344,18 @@ mod tests {
     fn mesh(
         args: &TrainArgs,
         file: &str,
-        recorded: Option<MeshRecord>,
+        recorded: Option<MeshArgs>,
         run: &Conditions,
     ) -> Result<(MeshSettings, Vec<String>), String> {
         let file = DsConfig::parse(file).unwrap();
-        let from = Sources {
-            args,
-            file: Some(&file),
-            zero: Some(&file.zero),
-            recorded: recorded.as_ref(),
+        let recorded = TrainArgs {
+            mesh: recorded.unwrap_or_default(),
+            ..TrainArgs::default()
         };
+        let from = Sources::new(args, &of_file(&file, Some(&file.zero)), recorded);
         let mut notices = Vec::new();
         let mesh = settings(&from, run, &mut notices).map_err(|error| error.to_string())?;
-        let record = MeshRecord::of(&mesh);
+        let record = MeshArgs::of(&mesh);
         assert_eq!(record.settings().unwrap(), mesh);
         Ok((mesh, notices))
     }
@@ -476,10 +396,10 @@ mod tests {
         assert_eq!(of(&no_flags, off, None, Three), (None, Sharding::Flat));
 
         // A flag takes the place of all that was recorded.
-        let recorded = MeshRecord {
+        let recorded = MeshArgs {
             shard_group: Some(4),
             shard_optimizer: Some(OptimizerRanks::World),
-            ..MeshRecord::default()
+            ..MeshArgs::default()
         };
         assert_eq!(
             of(&no_flags, "{}", Some(recorded), One),
@@ -495,10 +415,10 @@ mod tests {
     #[test]
     fn ranks_that_share_sequences() {
         let of = |args: &TrainArgs, file, recorded: Option<usize>, ranks| {
-            let recorded = recorded.map(|ulysses| MeshRecord {
+            let recorded = recorded.map(|ulysses| MeshArgs {
                 ulysses: Some(ulysses),
                 shard_group: Some(2),
-                ..MeshRecord::default()
+                ..MeshArgs::default()
             });
             let of_run = mesh(args, file, recorded, &run(ranks, ZeroStage::Three));
             of_run.map(|(mesh, notices)| (mesh.sequence_ranks(), notices))
@@ -545,9 +465,9 @@ mod tests {
         assert!(error.contains("exclude each other"), "{error}");
 
         // A resumed run goes on without them.
-        let recorded = MeshRecord {
+        let recorded = MeshArgs {
             shard_group: Some(4),
-            ..MeshRecord::default()
+            ..MeshArgs::default()
         };
         let (mesh, notices) =
             mesh(&TrainArgs::default(), "{}", Some(recorded), &run(6, Three)).unwrap();

@@ -16,8 +16,7 @@ use crate::output::{bytes, counted};
 use crate::plan::{self, CONTEXT_BYTES, Stage};
 use crate::settings::args::TrainArgs;
 use crate::settings::mesh::Shares;
-use crate::settings::resolve::RunSources;
-use crate::settings::row::Conditions;
+use crate::settings::sources::{Conditions, RunSources};
 use crate::settings::stage_choice::StageChoice;
 
 /// The chosen stage.
@@ -91,7 +90,7 @@ pub(super) fn choose(
         return Ok(None);
     }
     let memory = RankMemory::of(from.args, ranks, device)?;
-    let shares = Shares::new(&from.without_sizes().part(|run| &run.mesh), ranks)?;
+    let shares = Shares::new(&from.settings(), ranks)?;
     // Its notes are those of the run, which follow.
     let model = ChosenModel::find(from.args, None, ranks, shares.tensor, &mut Vec::new())?;
     let sizes = Sizes::new(from, &model, ranks / shares.ranks_of_batch())?;

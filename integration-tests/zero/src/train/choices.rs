@@ -22,8 +22,8 @@ use crate::paths::absolute;
 use crate::settings::args::TrainArgs;
 use crate::settings::epochs;
 use crate::settings::record::{DataRecord, ModelRecord, RunRecord};
-use crate::settings::resolve::{RunShape, RunSources};
-use crate::settings::row::Conditions;
+use crate::settings::resolve::RunShape;
+use crate::settings::sources::{Conditions, RunSources};
 use crate::settings::validation;
 
 /// The model without `--model`.
@@ -154,7 +154,7 @@ impl ChosenData {
         seq_len: usize,
         notices: &mut Vec<String>,
     ) -> Result<Self, CliError> {
-        let args = from.args;
+        let args = &from.settings().all;
         let folder = model.folder.as_ref();
         let source = data_source(args, from.recorded, folder, kept)?;
         let tokenizer = source.tokenizer.clone();

@@ -6,6 +6,7 @@ use indicatif::HumanCount;
 
 use super::setup::RunSetup;
 use crate::output::counted;
+use crate::settings::outputs::Output;
 use crate::settings::{optimizer, validation};
 
 /// The settings of the run.
@@ -202,15 +203,9 @@ fn outputs(lines: &mut Lines, setup: &RunSetup) {
         let text = format!("{}, {every}at the end{keep}", dir.display());
         lines.add("checkpoints", &text);
     }
-    let paths = [
-        ("metrics", &setup.metrics),
-        ("csv", &setup.csv),
-        ("tensorboard", &setup.tensorboard),
-        ("report", &setup.report),
-    ];
-    for (name, path) in paths {
-        if let Some(path) = path {
-            lines.add(name, &path.display().to_string());
+    for output in Output::ALL {
+        if let Some(path) = setup.outputs.path(output) {
+            lines.add(output.name().0, &path.display().to_string());
         }
     }
 }

@@ -217,6 +217,7 @@ impl Incoming {
 mod tests {
     use super::super::frames::frame;
     use super::*;
+    use crate::CommError;
 
     #[test]
     fn frames_arrive_in_any_pieces() {
@@ -323,14 +324,14 @@ mod tests {
     /// A sequence whose count exceeds its frame's bytes is an error.
     #[test]
     fn oversized_sequence_is_a_protocol_error() {
-        let mut frame = encode(&Message::Calls {
-            context: 0,
-            from: 0,
-            calls: Vec::new(),
-        })
-        .unwrap()
-        .split_off(LENGTH_BYTES);
-        // The last byte is the count of calls, 0.
+        let failed = Message::Failed {
+            error: CommError::Aborted {
+                rank: 0,
+                reason: String::new(),
+            },
+        };
+        let mut frame = encode(&failed).unwrap().split_off(LENGTH_BYTES);
+        // The last byte is the length of the reason, 0.
         frame.pop();
         frame.extend([0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1]);
         assert!(decode::<Message>(&frame).is_err());

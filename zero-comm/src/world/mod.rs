@@ -1,4 +1,6 @@
-//! The control plane: what names the rank at fault. It calls no NCCL.
+//! Ranks that are processes: how they find each other, and how all of them learn of a failure, with
+//! the rank at fault. It is what back ends of processes have in common, and calls no library of
+//! theirs; a back end adds a [`Transport`](process::Transport).
 //!
 //! | module | part |
 //! |---|---|
@@ -6,26 +8,29 @@
 //! | `handshake`, `message`, `frames`, `wire` | the protocol: proof of the token, messages, their frames, connections |
 //! | `rendezvous` | connects each rank to the coordinator |
 //! | `server`, `coordinator` | in rank 0's process: the event loop, and its state machine without I/O or clock |
-//! | `calls` | a rank's calls and their hash |
-//! | `world` | a rank's side, with its watcher thread |
+//! | `process`, `watcher` | a rank's side: its collectives in flight, and the thread that reports them |
+//! | `fnv` | the hash of a rank's calls |
 //! | `abort` | the completion of an asynchronous abort |
 
 pub(crate) mod abort;
-mod calls;
 mod coordinator;
 mod descriptors;
 pub(crate) mod error;
+mod fnv;
 mod frames;
 mod handshake;
 pub(crate) mod message;
+pub(crate) mod process;
 mod ranks;
 pub(crate) mod rendezvous;
 mod server;
 #[cfg(feature = "testing")]
+#[doc(hidden)]
 pub mod testing;
 #[cfg(all(test, not(miri)))] // Miri has no sockets.
 mod tests;
+pub(crate) mod watcher;
 mod wire;
-pub(crate) mod world;
 
+pub use error::{LaunchError, RendezvousError};
 pub use ranks::{Launcher, Ranks, Token};

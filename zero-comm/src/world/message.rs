@@ -24,6 +24,37 @@ pub(crate) struct Place {
     pub(crate) size: usize,
 }
 
+/// A rank's progress on a communicator, in numbers of calls.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Progress {
+    /// Calls that the rank has made.
+    pub(crate) called: u64,
+    /// Calls that its streams have reached.
+    pub(crate) reached: u64,
+    /// Calls that have ended on its streams.
+    pub(crate) ended: u64,
+    /// The call at which the rank is, after at most [`BEFORE`](Self::BEFORE) others. Each has the
+    /// hash of all calls up to and including it.
+    pub(crate) recent: Vec<(Call, u64)>,
+}
+
+impl Progress {
+    /// Calls of a report before that at which the rank is.
+    pub(crate) const BEFORE: u64 = 3;
+
+    /// The number of the call at which the rank is: the oldest that has not ended, or the last one.
+    pub(crate) fn number(&self) -> u64 {
+        self.ended.min(self.called.saturating_sub(1))
+    }
+
+    /// A call by its number, with its hash.
+    pub(crate) fn recent(&self, number: u64) -> Option<(&Call, u64)> {
+        let before = usize::try_from(self.number().checked_sub(number)?).ok()?;
+        let (call, hash) = self.recent.iter().rev().nth(before)?;
+        Some((call, *hash))
+    }
+}
+
 /// All frames after the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
@@ -33,20 +64,6 @@ pub(crate) enum Message {
     Welcome { id: Vec<u8>, report_every: Duration },
     /// The rendezvous failed.
     Refused { error: RendezvousError },
-    /// Requests the rank's calls `from..to` on a communicator; the rank answers with `Calls`.
-    ShowCalls {
-        context: Context,
-        from: u64,
-        to: u64,
-    },
-    /// The first `count` calls of all ranks on a communicator are equal; ranks need not keep them.
-    /// The communicator's first rank has made `first` calls: a rank that has made more, and makes
-    /// none now, sends its `Hash` of that many.
-    Agreed {
-        context: Context,
-        count: u64,
-        first: u64,
-    },
     /// All ranks have joined split `number` of a communicator: the rank's place in its new
     /// communicator; `None` if it joins none.
     Placed {
@@ -56,28 +73,10 @@ pub(crate) enum Message {
     },
 
     // From a rank.
-    /// The numbers of calls on a communicator that the rank has made, that its streams have
-    /// reached, and that have ended; and the hash of the calls made.
+    /// The rank's progress on a communicator.
     Progress {
         context: Context,
-        called: u64,
-        hash: u64,
-        reached: u64,
-        ended: u64,
-    },
-    /// The hash of the rank's first `count` calls on a communicator.
-    Hash {
-        context: Context,
-        count: u64,
-        hash: u64,
-    },
-    /// The rank's calls on a communicator from number `from`. The communicator's first rank sends
-    /// all of its calls, before the progress that counts them; other ranks send those that the
-    /// coordinator requests.
-    Calls {
-        context: Context,
-        from: u64,
-        calls: Vec<Call>,
+        progress: Progress,
     },
     /// A collective of the rank exceeded its limit.
     Late {
@@ -119,7 +118,7 @@ const MAX_TEXT_BYTES: usize = 4 << 10;
 
 /// A failure of limited size. Of a larger one it keeps the rank and the beginning of the text.
 pub(crate) fn bounded(error: CommError) -> CommError {
-    use CommError::{Aborted, Left, Lost, Mismatch, Panicked, Peer, Skipped, Stalled};
+    use CommError::{Aborted, Diverged, Left, Lost, Mismatch, Panicked, Peer, Skipped, Stalled};
     let text = |mut text: String| {
         shorten(&mut text, MAX_TEXT_BYTES);
         text
@@ -139,6 +138,7 @@ pub(crate) fn bounded(error: CommError) -> CommError {
         },
         // Their calls have as many counts as the communicator has ranks.
         Mismatch { rank, .. }
+        | Diverged { rank, .. }
         | Stalled { rank, .. }
         | Left { rank, .. }
         | Lost { rank, .. }
@@ -204,25 +204,18 @@ mod tests {
     }
 
     fn errors() -> impl Strategy<Value = CommError> {
-        let fields = (
-            any::<u64>(),
-            calls(),
-            any::<usize>(),
-            any::<u64>(),
-            ".{0,9}",
-            any::<Duration>(),
-        );
-
-        (0..8, fields, calls()).prop_map(
-            |(kind, (sequence, call, rank, done, text, limit), other)| {
+        let fields = (any::<u64>(), any::<usize>(), any::<u64>());
+        (0..9, fields, ".{0,9}", any::<Duration>(), calls(), calls()).prop_map(
+            |(kind, (sequence, rank, done), text, limit, call, other)| {
                 let call = Box::new(call);
                 let other_call = Box::new(other);
+                let other_rank = done as usize;
                 match kind {
                     0 => CommError::Mismatch {
                         sequence,
                         rank,
                         call,
-                        other_rank: done as usize,
+                        other_rank,
                         other_call,
                     },
                     1 => CommError::Stalled {
@@ -255,6 +248,14 @@ mod tests {
                         call,
                         rank,
                         message: text,
+                    },
+                    7 => CommError::Diverged {
+                        sequence,
+                        rank,
+                        call,
+                        other_rank,
+                        other_call,
+                        agreed: done,
                     },
                     _ => CommError::Peer {
                         rank,
@@ -304,90 +305,58 @@ mod tests {
     }
 
     fn messages() -> impl Strategy<Value = Message> {
-        let requests = (any::<Option<u64>>(), any::<u64>())
-            .prop_map(|(color, key)| SplitRequest { color, key });
-        let places = (any::<bool>(), any::<Context>(), any::<[usize; 2]>()).prop_map(
-            |(joins, context, [rank, size])| {
-                joins.then_some(Place {
-                    context,
-                    rank,
-                    size,
-                })
-            },
+        let numbers = (any::<Context>(), any::<[u64; 3]>(), any::<Duration>());
+        let texts = (
+            refusals(),
+            errors(),
+            prop::collection::vec(any::<u8>(), 0..200),
         );
-
-        let numbers = (any::<Context>(), any::<[u64; 4]>());
-        prop_oneof![
-            (
-                prop::collection::vec(any::<u8>(), 0..200),
-                any::<Duration>()
-            )
-                .prop_map(|(id, report_every)| Message::Welcome { id, report_every }),
-            refusals().prop_map(|error| Message::Refused { error }),
-            errors().prop_map(|error| Message::Failed { error }),
-            (
-                numbers,
-                prop::collection::vec(calls(), 1..9),
-                any::<Duration>(),
-                requests,
-                places,
-                0..11
-            )
-                .prop_map(
-                    |((context, [a, b, c, d]), mut calls, limit, request, place, kind)| match kind {
-                        0 => Message::Calls {
-                            context,
-                            from: a,
-                            calls
-                        },
-                        1 => Message::Progress {
-                            context,
-                            called: a,
-                            hash: b,
-                            reached: c,
-                            ended: d
-                        },
-                        2 => Message::Late {
-                            context,
-                            sequence: a,
-                            call: calls.remove(0),
-                            limit
-                        },
-                        3 => Message::Split {
-                            context,
-                            number: a,
-                            request
-                        },
-                        4 => Message::Placed {
-                            context,
-                            number: a,
-                            place
-                        },
-                        5 => Message::LateSplit {
-                            context,
-                            number: a,
-                            limit
-                        },
-                        6 => Message::Left { context, done: a },
-                        7 => Message::ShowCalls {
-                            context,
-                            from: a,
-                            to: b
-                        },
-                        8 => Message::Agreed {
-                            context,
-                            count: a,
-                            first: b
-                        },
-                        9 => Message::Hash {
-                            context,
-                            count: a,
-                            hash: b
-                        },
-                        _ => [Message::Goodbye, Message::Alive][b as usize % 2].clone(),
-                    }
-                ),
-        ]
+        (0..10, numbers, texts, calls(), any::<Option<u64>>()).prop_map(
+            |(kind, (context, [a, b, c], limit), (refusal, error, id), call, color)| match kind {
+                0 => Message::Welcome {
+                    id,
+                    report_every: limit,
+                },
+                1 => Message::Refused { error: refusal },
+                2 => Message::Failed { error },
+                3 => Message::Progress {
+                    context,
+                    progress: Progress {
+                        called: a,
+                        reached: b,
+                        ended: c,
+                        recent: vec![(call, a ^ b)],
+                    },
+                },
+                4 => Message::Late {
+                    context,
+                    sequence: a,
+                    call,
+                    limit,
+                },
+                5 => Message::Split {
+                    context,
+                    number: a,
+                    request: SplitRequest { color, key: b },
+                },
+                6 => Message::Placed {
+                    context,
+                    number: a,
+                    place: color.map(|rank| Place {
+                        context,
+                        rank: rank as usize,
+                        size: b as usize,
+                    }),
+                },
+                7 => Message::LateSplit {
+                    context,
+                    number: a,
+                    limit,
+                },
+                8 => Message::Left { context, done: a },
+                _ => [Message::Goodbye, Message::Alive][b as usize % 2].clone(),
+            },
+        )
     }
 
     /// The frame of a message, without its length.

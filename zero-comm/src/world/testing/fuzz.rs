@@ -5,13 +5,14 @@
 use std::time::Duration;
 
 use super::{ID, LIBRARY, broadcast};
-use crate::nccl::control::coordinator::{Coordinator, Outgoing};
-use crate::nccl::control::frames::{MAX_FRAME_BYTES, decode, encode, frame};
-use crate::nccl::control::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
-use crate::nccl::control::message::Message;
-use crate::nccl::control::ranks::Token;
-use crate::nccl::control::wire::Input;
 use crate::split_request::SplitRequest;
+use crate::world::coordinator::{Coordinator, Outgoing};
+use crate::world::fnv::Fnv;
+use crate::world::frames::{MAX_FRAME_BYTES, decode, encode, frame};
+use crate::world::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
+use crate::world::message::{Message, Progress};
+use crate::world::ranks::Token;
+use crate::world::wire::Input;
 use crate::{CommError, RendezvousError};
 
 /// A fuzz target by its name.
@@ -218,27 +219,7 @@ fn sample_messages() -> Vec<Message> {
         Message::Refused {
             error: RendezvousError::Twice { rank: 1 },
         },
-        Message::ShowCalls {
-            context: 0,
-            from: 0,
-            to: 2,
-        },
-        Message::Agreed {
-            context: 0,
-            count: 2,
-            first: 3,
-        },
-        Message::Hash {
-            context: 0,
-            count: 2,
-            hash: 7,
-        },
         progress(2, 2),
-        Message::Calls {
-            context: 0,
-            from: 0,
-            calls: vec![call.clone(), broadcast(9)],
-        },
         Message::Late {
             context: 0,
             sequence: 1,
@@ -265,14 +246,20 @@ fn sample_messages() -> Vec<Message> {
 
 /// A rank's progress after `called` broadcasts of 8 elements.
 fn progress(called: u64, ended: u64) -> Message {
-    let mut calls = crate::nccl::control::calls::Calls::default();
-    (0..called).for_each(|_| calls.push(broadcast(8)));
+    let mut hash = Fnv::default();
+    let hashed = (0..=ended.min(called - 1)).map(|_| {
+        hash.add(&broadcast(8));
+        (broadcast(8), hash.0)
+    });
+    let progress = Progress {
+        called,
+        reached: ended,
+        ended,
+        recent: hashed.collect(),
+    };
     Message::Progress {
         context: 0,
-        called,
-        hash: calls.hash,
-        reached: called,
-        ended,
+        progress,
     }
 }
 
@@ -294,20 +281,8 @@ fn event(event: &Step) -> Vec<u8> {
 /// Sequences of events that reach each part of the coordinator.
 fn scenarios() -> Vec<Vec<Step>> {
     use Step::{From, Lost, Tick};
-    let calls = |n| {
-        From(
-            0,
-            Message::Calls {
-                context: 0,
-                from: 0,
-                calls: vec![broadcast(8); n],
-            },
-        )
-    };
-
     let equal = || {
-        let mut events = vec![calls(2)];
-        events.extend((0..4).map(|rank| From(rank, progress(2, 1))));
+        let mut events: Vec<_> = (0..4).map(|rank| From(rank, progress(2, 1))).collect();
         events.push(Tick);
         events
     };
@@ -328,25 +303,16 @@ fn scenarios() -> Vec<Vec<Step>> {
     };
 
     let left = |rank, context, done| From(rank, Message::Left { context, done });
-    let other = Message::Progress {
-        context: 0,
-        called: 2,
-        hash: 7,
-        reached: 1,
-        ended: 1,
-    };
+    let mut other = progress(2, 2);
+    if let Message::Progress { progress, .. } = &mut other {
+        progress.recent = vec![(broadcast(9), 7)];
+    }
 
     let late = Message::Late {
         context: 0,
         sequence: 1,
         call: broadcast(8),
         limit: Duration::from_secs(1),
-    };
-
-    let answer = Message::Calls {
-        context: 0,
-        from: 0,
-        calls: vec![broadcast(8), broadcast(9)],
     };
 
     vec![
@@ -356,19 +322,8 @@ fn scenarios() -> Vec<Vec<Step>> {
                 .chain([Tick])
                 .collect(),
         ),
-        vec![
-            calls(2),
-            From(0, progress(2, 2)),
-            From(1, other),
-            From(1, answer),
-            Tick,
-        ],
-        vec![
-            From(1, progress(3, 1)),
-            From(0, progress(3, 1)),
-            calls(3),
-            Tick,
-        ],
+        vec![From(0, progress(2, 2)), From(1, other), Tick],
+        vec![From(1, progress(3, 1)), From(0, progress(3, 1)), Tick],
         with(
             (0..4)
                 .map(split)

@@ -1,4 +1,4 @@
-//! Tests of the rendezvous: addresses, limits, tokens and strangers.
+//! Tests of the rendezvous: addresses, limits and tokens. Strangers: `tests/hostile.rs`.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::super::frames::{MAX_FRAME_BYTES, frame};
+use super::super::frames::frame;
 use super::super::handshake::{Hello, Key, MAX_HELLO_BYTES, VERSION};
 use super::super::message::Message;
 use super::super::server::{self, Options};
-use super::super::testing::{LIBRARY, LONG, Rank, free_port, join_as, ranks};
-use super::super::tests::{connect, greet, on_ranks, send_hello};
+use super::super::testing::{LIBRARY, LONG, free_port, join_as, ranks};
+use super::super::tests::{connect, greet, on_ranks};
 use super::super::wire::{Incoming, send};
 use super::super::{Ranks, Token};
 use super::{Joined, REJECTIONS, join};
@@ -36,16 +36,6 @@ fn token(secret: &str) -> Option<Token> {
 
 fn key(secret: &str) -> Key {
     Key::new(token(secret).as_ref())
-}
-
-/// Waits until the coordinator has closed a connection.
-fn is_closed(stream: TcpStream) {
-    let mut incoming = Incoming::new(stream);
-    while incoming
-        .next_frame(LONG, MAX_FRAME_BYTES)
-        .is_ok_and(|frame| frame.is_some())
-    {}
-    assert!(incoming.next_frame(LONG, MAX_FRAME_BYTES).is_err());
 }
 
 /// NCCL may need a second for its id. Connections that arrive meanwhile must not fill the queue of
@@ -150,24 +140,6 @@ fn differing_hello_is_refused_on_all_ranks() {
         );
         assert_eq!(first.join().unwrap(), expected);
     }
-}
-
-#[test]
-fn unrelated_connections_are_ignored() {
-    let joined = on_ranks(2, |ranks| {
-        if ranks.rank == 0 {
-            return join_as(&ranks, LONG).is_ok();
-        }
-        let mut http = connect(ranks.port);
-        http.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
-        let silent = connect(ranks.port);
-        let other_frame = connect(ranks.port);
-        send(&other_frame, &[Message::Alive]).unwrap();
-        let joined = join_as(&ranks, LONG);
-        drop((http, silent, other_frame));
-        joined.is_ok()
-    });
-    assert_eq!(joined, [true, true]);
 }
 
 #[test]
@@ -339,109 +311,6 @@ fn end_of_the_coordinator_hides_no_cause() {
         assert!(error.to_string().contains(expected), "{error}");
         assert!(begun.elapsed() < LONG / 2, "{error}");
     }
-}
-
-/// Strangers claim every rank before the real ranks come.
-#[test]
-fn strangers_take_no_rank() {
-    let failures = on_ranks(3, |ranks| {
-        let ranks = Ranks {
-            token: token(SECRET),
-            ..ranks
-        };
-        let mut strangers = Vec::new();
-        if ranks.rank == 1 {
-            for rank in 0..3 {
-                for key in [Key::new(None), key("fedcba9876543210")] {
-                    let stream = connect(ranks.port);
-                    send_hello(&stream, &key, &Hello::new(rank, 3, LIBRARY));
-                    strangers.push(stream);
-                }
-            }
-            // None of them receives an answer.
-            for stranger in strangers.drain(..) {
-                assert!(
-                    Incoming::new(stranger)
-                        .next_frame(LONG, MAX_FRAME_BYTES)
-                        .is_err()
-                );
-            }
-        }
-        let rank = Rank::join(&ranks, LONG).unwrap();
-        rank.broadcast([8]).unwrap();
-        rank.split().unwrap();
-        let failure = rank.failure();
-        rank.end();
-        failure
-    });
-
-    assert_eq!(failures, [None, None, None]);
-}
-
-/// A recorded hello and a recorded proof of another connection do not join, nor end the rendezvous.
-#[test]
-fn replayed_frames_change_nothing() {
-    let joined = on_ranks(2, |ranks| {
-        let ranks = Ranks {
-            token: token(SECRET),
-            ..ranks
-        };
-        if ranks.rank == 1 {
-            let key = key(SECRET);
-            for hello in [
-                Hello::new(1, 2, LIBRARY),
-                Hello::new(1, 3, LIBRARY),
-                Hello::new(0, 2, LIBRARY + 1),
-            ] {
-                let mut recorded = connect(ranks.port);
-                let hello = send_hello(&recorded, &key, &hello);
-                let mut incoming = Incoming::new(recorded.try_clone().unwrap());
-                let challenge = incoming.next_frame(LONG, MAX_HELLO_BYTES).unwrap().unwrap();
-                let proof = key.answer(&hello, challenge).unwrap();
-                let mut replayed = connect(ranks.port);
-                replayed
-                    .write_all(&[frame(&hello).unwrap(), frame(&proof).unwrap()].concat())
-                    .unwrap();
-                is_closed(replayed);
-                // The first connection proves nothing either.
-                recorded.write_all(&frame(&[0; 16]).unwrap()).unwrap();
-                is_closed(recorded);
-            }
-        }
-        join_as(&ranks, LONG).is_ok()
-    });
-
-    assert_eq!(joined, [true, true]);
-}
-
-#[test]
-fn rank_joins_among_silent_strangers() {
-    let joined = on_ranks(2, |ranks| {
-        let strangers: Vec<_> = if ranks.rank == 1 {
-            (0..300).map(|_| connect(ranks.port)).collect()
-        } else {
-            Vec::new()
-        };
-        let joined = join_as(&ranks, LONG).is_ok();
-        drop(strangers);
-        joined
-    });
-    assert_eq!(joined, [true, true]);
-}
-
-#[test]
-fn large_first_frames_are_dropped() {
-    let joined = on_ranks(2, |ranks| {
-        if ranks.rank == 1 {
-            for len in [MAX_HELLO_BYTES as u32 + 1, MAX_FRAME_BYTES as u32, u32::MAX] {
-                let mut stranger = connect(ranks.port);
-                stranger.write_all(&len.to_le_bytes()).unwrap();
-                is_closed(stranger);
-            }
-        }
-        join_as(&ranks, LONG).is_ok()
-    });
-    assert_eq!(joined, [true, true]);
 }
 
 #[test]
@@ -693,7 +562,7 @@ fn missing_resources_are_named() {
         command.args([
             "--exact",
             "--nocapture",
-            "nccl::control::rendezvous::tests::descriptors_process",
+            "world::rendezvous::tests::descriptors_process",
         ]);
         let output = command.env(DESCRIPTORS, case).output().unwrap();
         let ended =

@@ -1,4 +1,4 @@
-//! Ranks without NCCL or a device, whose collectives are simulated: for tests, fuzzing and
+//! Ranks without a library or a device, whose collectives are simulated: for tests, fuzzing and
 //! measurements of the control plane.
 
 pub mod clients;
@@ -17,14 +17,15 @@ use super::abort::AbortCompletion;
 use super::descriptors::SPARE_PLACES;
 use super::frames::frame;
 use super::handshake::{Hello, Key};
+use super::process::{Operation, Transport, World};
 use super::rendezvous::{Joined, join};
 use super::server::Stranger;
-use super::world::{Connection, Operation, Transport, World};
+use super::watcher::Connection;
 use crate::call::{Call, Segments};
 use crate::split_request::SplitRequest;
 use crate::{Collective, CommError};
 
-/// The NCCL version that all ranks report.
+/// The library's version that all ranks report.
 pub const LIBRARY: u64 = 23_007;
 /// The unique id that rank 0 sends.
 pub const ID: [u8; 128] = [7; 128];
@@ -125,7 +126,7 @@ impl Rank {
         let connection = Connection::start(join_as(ranks, LONG)?, ranks.rank, limit)?;
         let world = Arc::clone(&connection.world);
         let fake = Arc::new(Fake::default());
-        world.open(0, ranks.rank == 0, Arc::clone(&fake) as Arc<dyn Transport>);
+        world.open(0, Arc::clone(&fake) as Arc<dyn Transport>);
         let (poisoned, calls, splits) = Default::default();
         Ok(Self {
             world,
@@ -214,7 +215,6 @@ impl Rank {
         self.calls.fetch_add(1, Ordering::Relaxed);
         self.world.called(0, broadcast(len));
         let operation = Operation {
-            call: broadcast(len),
             stream: "comm".to_owned(),
             reached: Box::new(move || reached.clone()),
             ended: Box::new(move || ended.clone()),

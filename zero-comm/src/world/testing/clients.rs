@@ -10,15 +10,15 @@ use mio::{Events, Interest, Poll, Token};
 
 use super::{ID, LIBRARY, LONG, broadcast, ranks};
 use crate::CommError;
-use crate::error::nccl_failure;
-use crate::nccl::control::calls::Calls;
-use crate::nccl::control::frames::{MAX_FRAME_BYTES, decode, encode, frame};
-use crate::nccl::control::handshake::{Hello, Key};
-use crate::nccl::control::message::{Context, Message};
-use crate::nccl::control::rendezvous::BACKLOG;
-use crate::nccl::control::server::{self, Options};
-use crate::nccl::control::wire::{Input, Output};
 use crate::split_request::SplitRequest;
+use crate::world::RendezvousError;
+use crate::world::fnv::Fnv;
+use crate::world::frames::{MAX_FRAME_BYTES, decode, encode, frame};
+use crate::world::handshake::{Hello, Key};
+use crate::world::message::{Context, Message, Progress};
+use crate::world::rendezvous::BACKLOG;
+use crate::world::server::{self, Options};
+use crate::world::wire::{Input, Output};
 
 /// The communicator of all ranks.
 const WORLD: Context = 0;
@@ -30,7 +30,9 @@ const WORLD: Context = 0;
 /// The coordinator cannot start.
 pub fn start_coordinator(world_size: usize, port: u16) -> Result<(), CommError> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port));
-    let listener = listener.map_err(|e| nccl_failure(format!("port {port}: {e}")))?;
+    let listener = listener.map_err(|e| RendezvousError::System {
+        message: format!("port {port}: {e}"),
+    })?;
     // As in a rendezvous.
     let _ = rustix::net::listen(&listener, BACKLOG);
     let id = ID.to_vec();
@@ -50,24 +52,26 @@ pub fn start_coordinator(world_size: usize, port: u16) -> Result<(), CommError> 
     Ok(())
 }
 
-/// The calls that clients report: broadcasts.
+/// The calls that clients report: broadcasts, all of which have ended.
 #[derive(Clone, Debug, Default)]
-pub struct Script(Calls);
+pub struct Script {
+    count: u64,
+    hash: Fnv,
+    /// The length of the last one.
+    len: usize,
+}
 
 impl Script {
     /// Makes the next call, of `len` elements.
     pub fn call(&mut self, len: usize) {
-        self.0.push(broadcast(len));
+        self.count += 1;
+        self.hash.add(&broadcast(len));
+        self.len = len;
     }
 
     /// The number of calls made.
     pub fn count(&self) -> u64 {
-        self.0.count()
-    }
-
-    /// Drops calls on which all ranks agreed.
-    pub fn forget(&mut self, agreed: u64) {
-        self.0.drop_before(agreed);
+        self.count
     }
 }
 
@@ -90,8 +94,6 @@ pub struct Traffic {
 pub enum Event {
     /// All ranks have joined; a rank reports its progress once in this time.
     Joined(Duration),
-    /// All ranks made this many equal calls.
-    Agreed(u64),
     /// The rank and the size in the communicator of a split.
     Split(Option<(usize, usize)>),
     /// The failure of the world.
@@ -184,15 +186,10 @@ impl Clients {
     }
 
     /// Waits for messages for at most `wait`; returns them, with the ranks that received them.
-    /// `script` answers the coordinator's requests for calls.
     ///
     /// # Errors
     /// A client cannot decode a message, or cannot answer.
-    pub fn receive<'a>(
-        &mut self,
-        wait: Duration,
-        script: impl Fn(usize) -> &'a Script,
-    ) -> io::Result<Vec<(usize, Event)>> {
+    pub fn receive(&mut self, wait: Duration) -> io::Result<Vec<(usize, Event)>> {
         match self.poll.poll(&mut self.events, Some(wait)) {
             Err(error) if error.kind() != io::ErrorKind::Interrupted => return Err(error),
             _ => {}
@@ -229,19 +226,12 @@ impl Clients {
                         Message::Welcome { report_every, .. } => {
                             Some((rank, Event::Joined(report_every)))
                         }
-                        Message::Agreed { count, .. } => Some((rank, Event::Agreed(count))),
                         Message::Placed { place, .. } => Some((
                             rank,
                             Event::Split(place.map(|place| (place.rank, place.size))),
                         )),
                         Message::Failed { error } => Some((rank, Event::Failed(error))),
                         Message::Refused { error } => Some((rank, Event::Failed(error.into()))),
-                        Message::ShowCalls { context, from, to } => {
-                            for calls in script(rank).0.messages(context, from..to) {
-                                client.send(&encode(&calls)?, traffic)?;
-                            }
-                            None
-                        }
                         _ => None,
                     });
                 }
@@ -253,36 +243,30 @@ impl Clients {
         Ok(received)
     }
 
-    /// Reports the calls of `script` as those of `rank`, all of which have ended; rank 0, the
-    /// first, also sends the calls. A rank without new calls sends a keepalive.
+    /// Reports the calls of `script` as those of `rank`. A rank without new calls sends a
+    /// keepalive.
     ///
     /// # Errors
     /// The connection ended.
     pub fn report(&mut self, rank: usize, script: &Script) -> io::Result<()> {
         let client = &mut self.clients[rank];
         let traffic = &mut self.traffic;
-        let called = script.0.count();
-        let hash = script.0.hash;
-        let reported = std::mem::replace(&mut client.reported, called);
-        if reported == called {
+        let called = script.count;
+        if called == std::mem::replace(&mut client.reported, called) {
             return client.send(&encode(&Message::Alive)?, traffic);
         }
 
-        if rank == 0 {
-            for calls in script.0.messages(WORLD, reported..called) {
-                client.send(&encode(&calls)?, traffic)?;
-            }
-        }
-
-        let progress = Message::Progress {
-            context: WORLD,
+        let progress = Progress {
             called,
-            hash,
             reached: called,
             ended: called,
+            recent: vec![(broadcast(script.len), script.hash.0)],
         };
-
-        client.send(&encode(&progress)?, traffic)
+        let message = Message::Progress {
+            context: WORLD,
+            progress,
+        };
+        client.send(&encode(&message)?, traffic)
     }
 
     /// Requests a split of all ranks by the parity of their rank, in reverse order.
