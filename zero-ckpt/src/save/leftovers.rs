@@ -5,7 +5,6 @@
 //! its own run and of the runs that it resumed, because their bytes may be what the next save
 //! lacks. Those of other runs stay and are named.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -106,7 +105,7 @@ impl Store {
 
         let mut due = list.removed.clone();
         let mut complete = StagedSaves::none(self.staging.path());
-        let mut steps = BTreeSet::new();
+        let mut last = None;
         let mut others = StagedSaves::none(self.staging.path());
 
         for (id, save) in &list.saves {
@@ -121,11 +120,11 @@ impl Store {
                 due.extend(save.entries.iter().map(|entry| entry.name.clone()));
             } else {
                 complete.add(&list, save);
-                steps.insert(step_name(id.step));
+                last = last.max(Some(id.step));
             }
         }
 
-        if let Some(last) = steps.last() {
+        if let Some(last) = last.map(step_name) {
             self.removals.notice(format!(
                 "{}, the last of {last}; `{}` makes a checkpoint of them, and the next save of this or a later step removes them",
                 complete.text("of this run that failed"),

@@ -4,10 +4,10 @@ use std::fs;
 use std::path::Path;
 
 use zero_ckpt::testing::SavePoint;
-use zero_ckpt::{Reader, SaveMeta, Store, assemble, assemble_step, resolve};
+use zero_ckpt::{Reader, SaveMeta, assemble_step};
 
-use crate::common::{assert_holds, layout};
-use crate::staged::{NONE, document_meta, on_ranks, run, save, save_seed, staged};
+use crate::common::{assert_holds, layout, on_ranks, open, run, staged, with_shard};
+use crate::staged::{document_meta, save};
 
 /// The fate of rank 0 at a point of the save.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,14 +28,12 @@ fn save_with_fault(
 ) -> Vec<String> {
     let layout = layout(2, 4);
     let outcomes = on_ranks(2, |rank, world| {
-        let exchange = &mut world.rank(rank);
-        let store = Store::create_on_ranks(dir, rank, run("a"), exchange, |_| Ok(())).unwrap();
         let pointer = dir.join(if at == SavePoint::Renamed {
             "latest"
         } else {
             "best"
         });
-        let store = store.observe(move |point| match fault {
+        let store = open(dir, rank, &run("a"), world).observe(move |point| match fault {
             _ if rank != 0 || point != at => {}
             Fault::Kill => std::panic::resume_unwind(Box::new("stopped on purpose")),
             Fault::Error => {
@@ -43,7 +41,9 @@ fn save_with_fault(
                 fs::create_dir(&pointer).unwrap();
             }
         });
-        save_seed(&store, &layout, (meta, seed), exchange)
+        with_shard(&layout, rank, seed, |shard| {
+            store.save(meta, shard, &mut world.rank(rank))
+        })
     });
 
     outcomes
@@ -91,103 +91,4 @@ fn replaced_checkpoint_is_no_staged_save() {
             refused("without its manifest");
         }
     }
-}
-
-/// Step 8 is staged, the user continues from step 4, publishes step 6 and fails at step 7, in
-/// another branch.
-#[test]
-fn newest_branch_is_assembled() {
-    let dir = tempfile::tempdir().unwrap();
-    let layout = layout(2, 4);
-    let save =
-        |step: u64, stop: Option<SavePoint>| save(dir.path(), &layout, step, &run("a"), stop);
-    assert!(save(4, None).is_empty());
-    assert_eq!(resolve(dir.path()).unwrap().staged, None);
-    save(8, Some(SavePoint::DirCreated));
-    let hint = resolve(dir.path()).unwrap().staged.unwrap();
-    assert!(
-        hint.contains("of step 8") && hint.contains("zero_ckpt::assemble"),
-        "{hint}"
-    );
-
-    assert!(save(6, None).is_empty());
-    assert_eq!(resolve(dir.path()).unwrap().staged, None);
-    let new = tempfile::tempdir().unwrap();
-    let error = assemble(new.path(), &[dir.path()]).unwrap_err().to_string();
-    assert!(
-        error.contains("step-00000006 was published after it was staged"),
-        "{error}"
-    );
-    assert!(error.contains("zero_ckpt::assemble_step 8"), "{error}");
-
-    save(7, Some(SavePoint::DirCreated));
-    let hint = resolve(dir.path()).unwrap().staged.unwrap();
-    assert!(hint.contains("of step 7"), "{hint}");
-    let assembled = assemble(new.path(), &[dir.path()]).unwrap();
-    assert_eq!(assembled.checkpoint.step, 7);
-    let passed_over = &assembled.passed_over[..];
-    assert!(
-        matches!(passed_over, [other] if other.starts_with("step-00000008.") && other.contains("complete"))
-    );
-
-    let error = assemble_step(new.path(), &[dir.path()], 9)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("there are no staged files of step 9"),
-        "{error}"
-    );
-
-    assert_eq!(
-        assemble_step(new.path(), &[dir.path()], 8)
-            .unwrap()
-            .checkpoint
-            .step,
-        8
-    );
-
-    assert_holds(&Reader::open(new.path()).unwrap(), &layout, 8);
-}
-
-/// Entries that cannot be opened are a defect of the save that they name.
-#[test]
-fn stray_entry_does_not_stop_the_search() {
-    let dir = tempfile::tempdir().unwrap();
-    save(
-        dir.path(),
-        &layout(2, 4),
-        7,
-        &run("a"),
-        Some(SavePoint::DirCreated),
-    );
-    let stray = "step-00000009.ready.252321d5.770df694368854c8.0";
-    fs::write(dir.path().join(".staging").join(stray), "mine").unwrap();
-    let assembled = assemble(dir.path(), &NONE).unwrap();
-    assert_eq!(assembled.checkpoint.step, 7);
-    assert!(
-        assembled
-            .passed_over
-            .iter()
-            .any(|defect| defect.contains(stray)),
-        "{:?}",
-        assembled.passed_over
-    );
-}
-
-#[test]
-fn steps_are_compared_as_numbers() {
-    let dir = tempfile::tempdir().unwrap();
-    let layout = layout(2, 4);
-    assert!(save(dir.path(), &layout, 99_999_999, &run("a"), None).is_empty());
-    save(
-        dir.path(),
-        &layout,
-        100_000_000,
-        &run("a"),
-        Some(SavePoint::DirCreated),
-    );
-    assert_eq!(
-        assemble(dir.path(), &NONE).unwrap().checkpoint.step,
-        100_000_000
-    );
 }

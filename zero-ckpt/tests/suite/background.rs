@@ -12,7 +12,9 @@ use zero_ckpt::{
 };
 use zero_shard::Layout;
 
-use crate::common::{STATES, World, assert_holds, layout, meta, storage, value};
+use crate::common::{
+    NONE, STATES, World, assert_holds, layout, meta, on_ranks, staged, storage, value,
+};
 
 fn open(dir: &Path, layout: &Layout, rank: u64, buffers: usize) -> BackgroundStore {
     let store = Store::create(dir, rank, StoreOptions::default()).unwrap();
@@ -49,13 +51,8 @@ fn on_all_ranks(
     buffers: usize,
     work: impl Fn(&mut BackgroundStore, u64, &World) + Sync,
 ) {
-    let world = World::new(layout.world_size());
-    std::thread::scope(|scope| {
-        for rank in 0..layout.world_size() {
-            let world = &world;
-            let work = &work;
-            scope.spawn(move || work(&mut open(dir, layout, rank, buffers), rank, world));
-        }
+    on_ranks(layout.world_size(), |rank, world| {
+        work(&mut open(dir, layout, rank, buffers), rank, world)
     });
 }
 
@@ -164,12 +161,7 @@ fn failure_reaches_all_ranks_and_the_next_save_works() {
     });
 
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 3);
-    assert_eq!(
-        std::fs::read_dir(dir.path().join(".staging"))
-            .unwrap()
-            .count(),
-        0
-    );
+    assert_eq!(staged(dir.path()), [""; 0]);
 }
 
 #[test]
@@ -269,8 +261,7 @@ fn dropped_store_keeps_staged_files() {
         Reader::open(dir.path()),
         Err(CkptError::NoCheckpoint { .. })
     ));
-    let none: [&Path; 0] = [];
-    assert_eq!(assemble(dir.path(), &none).unwrap().checkpoint.step, 2);
+    assert_eq!(assemble(dir.path(), &NONE).unwrap().checkpoint.step, 2);
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 2);
 }
 
@@ -284,11 +275,7 @@ fn saves_of_one_step_keep_each_others_files() {
         }
         // Both are staged on all ranks before the first is published: two files a rank, two
         // descriptions.
-        while std::fs::read_dir(dir.path().join(".staging"))
-            .unwrap()
-            .count()
-            < 6
-        {
+        while staged(dir.path()).len() < 6 {
             std::thread::yield_now();
         }
         world.rank(rank).all_gather(&[]);
@@ -298,10 +285,5 @@ fn saves_of_one_step_keep_each_others_files() {
     });
 
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 7);
-    assert_eq!(
-        std::fs::read_dir(dir.path().join(".staging"))
-            .unwrap()
-            .count(),
-        0
-    );
+    assert_eq!(staged(dir.path()), [""; 0]);
 }

@@ -4,8 +4,10 @@ use std::path::Path;
 use std::sync::{Barrier, Mutex};
 
 use proptest::prelude::ProptestConfig;
+use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{
-    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, Store, StoreOptions,
+    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, StagedFile, Store,
+    StoreOptions,
 };
 use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
 
@@ -214,25 +216,98 @@ pub(crate) fn save_with(
     step: u64,
     seed: u64,
 ) -> Vec<Result<PublishedCheckpoint, CkptError>> {
-    let world = World::new(layout.world_size());
+    on_ranks(layout.world_size(), |rank, world| {
+        let store = &stores[rank as usize];
+        with_shard(layout, rank, seed, |shard| {
+            store.save(&meta(step), shard, &mut world.rank(rank))
+        })
+    })
+}
+
+/// Runs `work` on a thread for each rank.
+pub(crate) fn on_ranks<T: Send>(ranks: u64, work: impl Fn(u64, &World) -> T + Sync) -> Vec<T> {
+    let world = World::new(ranks);
     std::thread::scope(|scope| {
         let world = &world;
-        let ranks: Vec<_> = stores
-            .iter()
-            .map(|store| {
-                scope.spawn(move || {
-                    let rank = store.rank();
-                    let states = STATES.map(|s| storage(layout, rank, s, seed));
-                    let mut shard = ShardData::new(layout, rank).unwrap();
-                    for (state, values) in STATES.iter().zip(&states) {
-                        shard.storage_f32(state, values).unwrap();
-                    }
-                    store.save(&meta(step), &shard, &mut world.rank(rank))
-                })
-            })
+        let work = &work;
+        let ranks: Vec<_> = (0..ranks)
+            .map(|rank| scope.spawn(move || work(rank, world)))
             .collect();
-        ranks.into_iter().map(|r| r.join().unwrap()).collect()
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
+}
+
+/// Calls `work` with the state of `seed` of a rank.
+pub(crate) fn with_shard<T>(
+    layout: &Layout,
+    rank: u64,
+    seed: u64,
+    work: impl FnOnce(&ShardData<'_>) -> T,
+) -> T {
+    let states = STATES.map(|state| storage(layout, rank, state, seed));
+    let mut shard = ShardData::new(layout, rank).unwrap();
+    for (state, values) in STATES.iter().zip(&states) {
+        shard.storage_f32(state, values).unwrap();
+    }
+    work(&shard)
+}
+
+/// Stages a rank's state of seed `step`.
+pub(crate) fn stage(store: &Store, layout: &Layout, step: u64) -> Result<StagedFile, CkptError> {
+    with_shard(layout, store.rank(), step, |shard| store.stage(step, shard))
+}
+
+/// The store of a rank, which all ranks open.
+pub(crate) fn open(dir: &Path, rank: u64, options: &StoreOptions, world: &World) -> Store {
+    Store::create_on_ranks(
+        dir,
+        rank,
+        options.clone(),
+        &mut world.rank(rank),
+        |_| Ok(()),
+    )
+    .unwrap()
+}
+
+/// All ranks save the state of `seed`; rank 0 panics at `stop`. Returns the errors.
+pub(crate) fn save_until(
+    stop: Option<SavePoint>,
+    dir: &Path,
+    layout: &Layout,
+    (meta, seed): (&SaveMeta, u64),
+    options: &StoreOptions,
+) -> Vec<String> {
+    let outcomes = on_ranks(layout.world_size(), |rank, world| {
+        let store = open(dir, rank, options, world).observe(move |at| {
+            if rank == 0 && Some(at) == stop {
+                std::panic::resume_unwind(Box::new("stopped on purpose"));
+            }
+        });
+        with_shard(layout, rank, seed, |shard| {
+            store.save(meta, shard, &mut world.rank(rank))
+        })
+    });
+    outcomes
+        .into_iter()
+        .filter_map(|outcome| outcome.err())
+        .map(|error| error.to_string())
+        .collect()
+}
+
+pub(crate) const NONE: [&Path; 0] = [];
+
+pub(crate) fn run(name: &str) -> StoreOptions {
+    StoreOptions::default().run(name)
+}
+
+/// The sorted names in the staging directory.
+pub(crate) fn staged(dir: &Path) -> Vec<String> {
+    let names = std::fs::read_dir(dir.join(".staging"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<_> = names.collect();
+    names.sort();
+    names
 }
 
 /// Asserts that `reader` holds exactly the state of `seed` on all ranks of `layout`.

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::{assert_holds, layout, save, save_with};
+use crate::common::{assert_holds, layout, save, save_with, stage};
 use zero_ckpt::{CkptError, Reader, SaveMeta, SingleRank, Store, StoreOptions};
 
 /// A tmpfs mount, unmounted when dropped.
@@ -168,12 +168,7 @@ fn remounted_read_only_disk_fails_staging() {
         // Rank 1 only: rank 0's open lock file would prevent the remount.
         let store = Store::create(disk.path(), 1, StoreOptions::default()).unwrap();
         disk.read_only();
-        let values = crate::common::STATES.map(|s| crate::common::storage(&layout, 1, s, 2));
-        let mut shard = zero_ckpt::ShardData::new(&layout, 1).unwrap();
-        for (state, values) in crate::common::STATES.iter().zip(&values) {
-            shard.storage_f32(state, values).unwrap();
-        }
-        let error = store.stage(2, &shard).unwrap_err().to_string();
+        let error = stage(&store, &layout, 2).unwrap_err().to_string();
         assert!(error.contains("Read-only file system"), "{error}");
     }
     assert_holds(&Reader::open(disk.path()).unwrap(), &layout, 1);

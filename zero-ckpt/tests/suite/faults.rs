@@ -21,11 +21,11 @@ use std::time::{Duration, Instant};
 use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{
     BackgroundStore, CkptError, Exchange, MESSAGE_BYTES, PublishedCheckpoint, RECORD_BYTES, Reader,
-    ShardData, StateDtype, StateSpec, Store, StoreOptions, assemble,
+    StateDtype, StateSpec, Store, StoreOptions, assemble,
 };
 use zero_shard::Layout;
 
-use crate::common::{STATES, assert_holds, layout, meta, storage};
+use crate::common::{NONE, STATES, assert_holds, layout, meta, storage, with_shard};
 
 const RANKS: u64 = 3;
 /// A hang is a wait beyond this; no wait of a test comes near it.
@@ -204,16 +204,13 @@ fn save(
     stop: &Arc<dyn Fn(At) + Send + Sync>,
 ) -> Result<PublishedCheckpoint, CkptError> {
     let rank = store.rank();
-    let states = STATES.map(|state| storage(layout, rank, state, step));
-    let mut shard = ShardData::new(layout, rank)?;
-    for (state, values) in STATES.iter().zip(&states) {
-        shard.storage_f32(state, values)?;
-    }
-
     if rank == 2 {
         // One of the ranks saves without a background store; the ranks' messages are the same.
-        return store.save(&meta(step), &shard, exchange);
+        return with_shard(layout, rank, step, |shard| {
+            store.save(&meta(step), shard, exchange)
+        });
     }
+    let states = STATES.map(|state| storage(layout, rank, state, step));
 
     let specs = STATES
         .map(|name| StateSpec {
@@ -448,8 +445,7 @@ impl Scenario {
         .map(At::Point);
 
         if step == 10 && all_staged.contains(at) && *fault != Fault::StagingVanishes {
-            let none: [&Path; 0] = [];
-            let assembled = assemble(&dir, &none)
+            let assembled = assemble(&dir, &NONE)
                 .map_err(|error| error.to_string())
                 .expect(&context);
             assert_eq!(assembled.checkpoint.step, 20, "{context}");

@@ -2,7 +2,7 @@
 //! checkpoint whose save failed after it was published, a folder that was moved.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
@@ -10,100 +10,19 @@ use std::time::Duration;
 
 use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{
-    CkptError, Exchange, PublishedCheckpoint, Reader, ShardData, SingleRank, StagedFile, Store,
-    StoreOptions, assemble, resolve,
+    CkptError, Exchange, PublishedCheckpoint, Reader, SingleRank, Store, assemble, resolve,
 };
-use zero_shard::Layout;
 
-use crate::common::{STATES, World, assert_holds, layout, meta, storage};
-
-const NONE: [&Path; 0] = [];
-
-fn run(name: &str) -> StoreOptions {
-    StoreOptions::default().run(name)
-}
-
-/// The sorted names in the staging directory.
-fn staged(dir: &Path) -> Vec<String> {
-    let entries = fs::read_dir(dir.join(".staging")).unwrap();
-    let mut names: Vec<String> = entries
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
-    names
-}
-
-/// Runs `work` on a thread for each rank, with a store of `options` in `dir`.
-fn on_ranks<T: Send>(
-    dir: &Path,
-    ranks: u64,
-    options: &StoreOptions,
-    work: impl Fn(Store, &mut dyn FnMut(&Store, u64) -> Saved) -> T + Sync,
-) -> Vec<T> {
-    let layout = layout(ranks, 4);
-    let world = World::new(ranks);
-    std::thread::scope(|scope| {
-        let world = &world;
-        let work = &work;
-        let layout = &layout;
-        let rank = |rank| {
-            scope.spawn(move || {
-                let exchange = &mut world.rank(rank);
-                let store =
-                    Store::create_on_ranks(dir, rank, options.clone(), exchange, |_| Ok(()))
-                        .unwrap();
-                work(store, &mut |store, step| {
-                    store.save_with(&meta(step), layout, || stage(store, layout, step), exchange)
-                })
-            })
-        };
-        let ranks: Vec<_> = (0..ranks).map(rank).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
-}
+use crate::common::{
+    NONE, assert_holds, layout, meta, on_ranks, open, run, save_until, stage, staged,
+};
 
 type Saved = Result<PublishedCheckpoint, CkptError>;
-
-fn stage(store: &Store, layout: &Layout, step: u64) -> Result<StagedFile, CkptError> {
-    let states = STATES.map(|state| storage(layout, store.rank(), state, step));
-    let mut shard = ShardData::new(layout, store.rank()).unwrap();
-    for (state, values) in STATES.iter().zip(&states) {
-        shard.storage_f32(state, values).unwrap();
-    }
-    store.stage(step, &shard)
-}
 
 /// The only rank saves `step`; no message is exchanged, so that no limit ends the save.
 fn publish(store: &Store, step: u64) -> Saved {
     let layout = layout(1, 4);
     store.publish(&meta(step), &layout, vec![stage(store, &layout, step)])
-}
-
-/// All ranks save `step` of `run`; rank 0 stops before it publishes.
-fn save_and_stop(dir: &Path, options: &StoreOptions, step: u64) {
-    save_and_stop_at(SavePoint::DirCreated, dir, options, step);
-}
-
-/// All ranks save `step` of `run`; rank 0 stops at `stop`.
-fn save_and_stop_at(stop: SavePoint, dir: &Path, options: &StoreOptions, step: u64) {
-    let saved = on_ranks(dir, 2, options, |store, save| {
-        let rank = store.rank();
-        let store = store.observe(move |at| {
-            if rank == 0 && at == stop {
-                std::panic::resume_unwind(Box::new("stopped on purpose"));
-            }
-        });
-        save(&store, step).map(drop)
-    });
-    assert!(saved.iter().all(Result::is_err));
-}
-
-fn remove_staged(dir: &Path, prefix: &str) {
-    let name = staged(dir)
-        .into_iter()
-        .find(|name| name.starts_with(prefix))
-        .unwrap();
-    fs::remove_file(dir.join(".staging").join(name)).unwrap();
 }
 
 /// A save that one rank could not stage can never be whole: no rank keeps a file of it.
@@ -112,94 +31,20 @@ fn failed_staging_leaves_no_files() {
     for broken in [0, 1] {
         let dir = tempfile::tempdir().unwrap();
         let layout = layout(3, 4);
-        let world = World::new(3);
-        std::thread::scope(|scope| {
-            for rank in 0..3 {
-                let dir = dir.path();
-                let layout = &layout;
-                let world = &world;
-                scope.spawn(move || {
-                    let exchange = &mut world.rank(rank);
-                    let store =
-                        Store::create_on_ranks(dir, rank, run("a"), exchange, |_| Ok(())).unwrap();
-                    let work = || match rank == broken {
-                        true => Err(CkptError::Snapshot {
-                            message: "no space".into(),
-                        }),
-                        false => stage(&store, layout, 7),
-                    };
-                    let error = store
-                        .save_with(&meta(7), layout, work, exchange)
-                        .unwrap_err()
-                        .to_string();
-                    assert_eq!(
-                        error,
-                        format!("rank {broken}: the snapshot failed: no space")
-                    );
-                });
-            }
+        on_ranks(3, |rank, world| {
+            let store = open(dir.path(), rank, &run("a"), world);
+            let work = || match rank == broken {
+                true => Err(CkptError::Snapshot {
+                    message: "no space".into(),
+                }),
+                false => stage(&store, &layout, 7),
+            };
+            let saved = store.save_with(&meta(7), &layout, work, &mut world.rank(rank));
+            let expected = format!("rank {broken}: the snapshot failed: no space");
+            assert_eq!(saved.unwrap_err().to_string(), expected);
         });
         assert_eq!(staged(dir.path()), [""; 0], "rank {broken}");
     }
-}
-
-#[test]
-fn opening_removes_own_incomplete_saves() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    for (name, step) in [("a", 5), ("a", 6), ("a", 7), ("b", 8)] {
-        save_and_stop(dir, &run(name), step);
-    }
-
-    for removed in [
-        "step-00000006.rank-00001",
-        "step-00000007.save",
-        "step-00000008.rank-00001",
-    ] {
-        remove_staged(dir, removed);
-    }
-
-    fs::create_dir(dir.join(".staging/step-00000001.old.0123456789abcdef")).unwrap();
-    let notices = on_ranks(
-        dir,
-        2,
-        &run("c").resumed_runs(vec!["a".into()]),
-        |store, _| store.finish_removals(),
-    );
-    let left = staged(dir);
-    // Two files of ranks, the description and an empty directory; one file of the other run is
-    // missing.
-    let of_step = |step: &str| left.iter().filter(|name| name.starts_with(step)).count();
-
-    assert_eq!(
-        (
-            of_step("step-00000005"),
-            of_step("step-00000008"),
-            left.len()
-        ),
-        (4, 3, 7),
-        "{left:?}"
-    );
-
-    let text = notices[0].join("\n");
-    assert!(
-        text.contains("step-00000005") && text.contains("zero_ckpt::assemble"),
-        "{text}"
-    );
-    let folder = dir.join(".staging").display().to_string();
-    assert!(
-        text.contains("1 staged save of other runs, ") && text.contains(&folder),
-        "{text}"
-    );
-    let found = zero_ckpt::staged_saves(dir).unwrap();
-    assert_eq!(found.saves, 2);
-    assert!(
-        found
-            .to_string()
-            .starts_with("2 staged saves that no checkpoint holds, "),
-        "{found}"
-    );
-    assert_eq!(assemble(dir, &NONE).unwrap().checkpoint.step, 5);
 }
 
 /// While the first removals run, later ones wait for them, and one thread does all.
@@ -334,36 +179,15 @@ fn hung_removals_are_waited_for_once() {
     drop(go);
 }
 
-/// The rest of a save whose removal was interrupted: its description is gone, the directory of its
-/// files is there in part.
-#[test]
-fn opening_removes_partly_removed_saves() {
-    let root = tempfile::tempdir().unwrap();
-    let dir = root.path();
-    save_and_stop_at(SavePoint::ManifestSynced, dir, &run("a"), 5);
-    remove_staged(dir, "step-00000005.save");
-    let ready = staged(dir).remove(0);
-    fs::remove_file(
-        dir.join(".staging")
-            .join(ready)
-            .join("shard-00001-of-00002.safetensors"),
-    )
-    .unwrap();
-
-    let notices = on_ranks(dir, 2, &run("a"), |store, _| store.finish_removals());
-
-    assert_eq!(notices[0], [""; 0]);
-    assert_eq!(staged(dir), [""; 0]);
-}
-
 /// A crash right after the exchange of the new checkpoint and the old one of its step: the name of
 /// the save holds the old one, which nobody needs.
 #[test]
 fn opening_removes_the_replaced_checkpoint() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path();
-    on_ranks(dir, 2, &run("a"), |store, save| save(&store, 5).unwrap());
-    save_and_stop_at(SavePoint::ManifestSynced, dir, &run("a"), 5);
+    let save = |stop| save_until(stop, dir, &layout(2, 4), (&meta(5), 5), &run("a"));
+    assert!(save(None).is_empty());
+    assert_eq!(save(Some(SavePoint::ManifestSynced)).len(), 2);
     let names = staged(dir);
     let ready = names.iter().find(|name| name.contains(".ready.")).unwrap();
     let ready = dir.join(".staging").join(ready);
@@ -372,7 +196,9 @@ fn opening_removes_the_replaced_checkpoint() {
     fs::rename(&ready, &published).unwrap();
     fs::rename(root.path().join("old"), &ready).unwrap();
 
-    let notices = on_ranks(dir, 2, &run("a"), |store, _| store.finish_removals());
+    let notices = on_ranks(2, |rank, world| {
+        open(dir, rank, &run("a"), world).finish_removals()
+    });
 
     assert_eq!(notices[0], [""; 0]);
     assert_eq!(staged(dir), [""; 0]);
@@ -422,31 +248,21 @@ fn later_checkpoint_of_another_run_is_kept() {
 fn hung_opening_ends_on_all_ranks() {
     for hung in [0, 1] {
         let dir = tempfile::tempdir().unwrap();
-        let world = World::new(2);
         let (answer, wait) = channel::<()>();
-        let mut wait = Some(wait);
-        let errors: Vec<String> = std::thread::scope(|scope| {
-            let open = |rank| {
-                let wait = if rank == hung { wait.take() } else { None };
-                let exchange = world.rank(rank);
-                let options = run("a").stall_limit(Duration::from_millis(100));
-                let path = dir.path();
-                scope.spawn(move || {
-                    let mut exchange = exchange;
-                    let check = move |_: &Store| {
-                        // Ends when the test does.
-                        let _ = wait.map(|wait| wait.recv());
-                        Ok(())
-                    };
-                    let opened = Store::create_on_ranks(path, rank, options, &mut exchange, check);
-                    opened
-                        .err()
-                        .map(|error| error.to_string())
-                        .unwrap_or_default()
-                })
+        let wait = std::sync::Mutex::new(Some(wait));
+        let errors = on_ranks(2, |rank, world| {
+            let wait = (rank == hung).then(|| wait.lock().unwrap().take());
+            let options = run("a").stall_limit(Duration::from_millis(100));
+            let check = move |_: &Store| {
+                // Ends when the test does.
+                let _ = wait.flatten().map(|wait| wait.recv());
+                Ok(())
             };
-            let ranks: Vec<_> = (0..2).map(open).collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+            let exchange = &mut world.rank(rank);
+            let opened = Store::create_on_ranks(dir.path(), rank, options, exchange, check);
+            opened
+                .err()
+                .map_or_else(String::new, |error| error.to_string())
         });
         let expected = format!("rank {hung}: has waited for its checkpoint folder for 0.1 s");
         for error in errors {
@@ -570,36 +386,26 @@ fn failed_stage_keeps_numbers_equal() {
     for panics in [true, false] {
         let dir = tempfile::tempdir().unwrap();
         let layout = layout(2, 4);
-        let world = World::new(2);
-        std::thread::scope(|scope| {
-            for rank in 0..2 {
-                let dir = dir.path();
-                let layout = &layout;
-                let world = &world;
-                scope.spawn(move || {
-                    let exchange = &mut world.rank(rank);
-                    let store =
-                        Store::create_on_ranks(dir, rank, run("a"), exchange, |_| Ok(())).unwrap();
-                    let store = store.observe(move |at| {
-                        if rank == 0 && at == SavePoint::DirCreated {
-                            std::panic::resume_unwind(Box::new("stopped on purpose"));
-                        }
-                    });
-                    let fails = || match (rank, panics) {
-                        (0, _) => stage(&store, layout, 1),
-                        (_, true) => std::panic::resume_unwind(Box::new("boom")),
-                        (_, false) => stage(&store, layout, 1).and_then(|_| {
-                            Err(CkptError::Snapshot {
-                                message: "after staging".into(),
-                            })
-                        }),
-                    };
-                    assert!(store.save_with(&meta(1), layout, fails, exchange).is_err());
-                    let kept =
-                        store.save_with(&meta(2), layout, || stage(&store, layout, 2), exchange);
-                    assert!(matches!(kept, Err(CkptError::Kept { .. })));
-                });
-            }
+        on_ranks(2, |rank, world| {
+            let store = open(dir.path(), rank, &run("a"), world).observe(move |at| {
+                if rank == 0 && at == SavePoint::DirCreated {
+                    std::panic::resume_unwind(Box::new("stopped on purpose"));
+                }
+            });
+            let fails = || match (rank, panics) {
+                (0, _) => stage(&store, &layout, 1),
+                (_, true) => std::panic::resume_unwind(Box::new("boom")),
+                (_, false) => stage(&store, &layout, 1).and_then(|_| {
+                    Err(CkptError::Snapshot {
+                        message: "after staging".into(),
+                    })
+                }),
+            };
+            let exchange = &mut world.rank(rank);
+            let failed = store.save_with(&meta(1), &layout, fails, exchange);
+            assert!(failed.is_err());
+            let kept = store.save_with(&meta(2), &layout, || stage(&store, &layout, 2), exchange);
+            assert!(matches!(kept, Err(CkptError::Kept { .. })));
         });
         let assembled = assemble(dir.path(), &NONE).map_err(|error| error.to_string());
         assert_eq!(

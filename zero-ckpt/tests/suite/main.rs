@@ -17,4 +17,5 @@ mod properties;
 mod reshard;
 mod runs;
 mod staged;
+mod staged_model;
 mod tensor_parallel;

@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 
 use zero_ckpt::{CkptError, Exchange, MANIFEST_NAME, Reader, Selection, StoreOptions, resolve};
 
-use crate::common::{STATES, World, assert_holds, bits, layout, loaded, save};
+use crate::common::{STATES, assert_holds, bits, layout, loaded, on_ranks, save};
 
 const RANKS: u64 = 3;
 
@@ -28,15 +28,9 @@ fn two_checkpoints() -> tempfile::TempDir {
 
 /// All ranks open the newest whole checkpoint.
 fn open(dir: &Path) -> Vec<Result<Reader, CkptError>> {
-    let world = World::new(RANKS);
-    std::thread::scope(|scope| {
-        let world = &world;
-        let open = |rank| {
-            let find = move || Ok::<_, CkptError>(resolve(dir)?.reader);
-            scope.spawn(move || Reader::open_on_ranks(dir, rank, &mut world.rank(rank), find))
-        };
-        let ranks: Vec<_> = (0..RANKS).map(open).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    on_ranks(RANKS, |rank, world| {
+        let find = || Ok::<_, CkptError>(resolve(dir)?.reader);
+        Reader::open_on_ranks(dir, rank, &mut world.rank(rank), find)
     })
 }
 
@@ -89,21 +83,10 @@ fn failure_of_rank_0_reaches_all() {
 #[test]
 fn panic_of_rank_0_reaches_all() {
     let dir = two_checkpoints();
-    let world = World::new(RANKS);
-    let errors: Vec<String> = std::thread::scope(|scope| {
-        let open = |rank| {
-            let path = dir.path();
-            let exchange = world.rank(rank);
-            scope.spawn(move || {
-                let mut exchange = exchange;
-                let find =
-                    || -> Result<Reader, CkptError> { std::panic::resume_unwind(Box::new("boom")) };
-                let opened = Reader::open_on_ranks(path, rank, &mut exchange, find);
-                opened.err().unwrap().to_string()
-            })
-        };
-        let ranks: Vec<_> = (0..RANKS).map(open).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    let errors = on_ranks(RANKS, |rank, world| {
+        let find = || -> Result<Reader, CkptError> { std::panic::resume_unwind(Box::new("boom")) };
+        let opened = Reader::open_on_ranks(dir.path(), rank, &mut world.rank(rank), find);
+        opened.err().unwrap().to_string()
     });
 
     assert_eq!(errors[0], CkptError::Panicked.to_string());

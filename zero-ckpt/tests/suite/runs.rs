@@ -11,11 +11,7 @@ use zero_ckpt::{
     StoreOptions, count_checkpoints, has_checkpoints, resolve,
 };
 
-use crate::common::{layout, meta, storage};
-
-fn run(name: &str) -> StoreOptions {
-    StoreOptions::default().run(name)
-}
+use crate::common::{layout, meta, run, storage};
 
 /// Saves `meta` as the only rank.
 fn save(

@@ -8,59 +8,15 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use zero_ckpt::testing::SavePoint;
-use zero_ckpt::{
-    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, Store, StoreOptions,
-    assemble,
-};
+use zero_ckpt::{CkptError, Exchange, Reader, SaveMeta, Store, StoreOptions, assemble};
 use zero_shard::Layout;
 
-use crate::common::{STATES, World, assert_holds, layout, meta, storage};
+use crate::common::{
+    NONE, assert_holds, layout, meta, on_ranks, open, run, save_until, staged, with_shard,
+};
 
 /// Far more than any step of a test takes.
 const LONG: Duration = Duration::from_secs(60);
-
-pub(crate) const NONE: [&Path; 0] = [];
-
-pub(crate) fn run(name: &str) -> StoreOptions {
-    StoreOptions::default().run(name)
-}
-
-/// Runs `work` on a thread for each rank.
-pub(crate) fn on_ranks<T: Send>(ranks: u64, work: impl Fn(u64, &World) -> T + Sync) -> Vec<T> {
-    let world = World::new(ranks);
-    std::thread::scope(|scope| {
-        let world = &world;
-        let work = &work;
-        let ranks: Vec<_> = (0..ranks)
-            .map(|rank| scope.spawn(move || work(rank, world)))
-            .collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
-}
-
-fn save_shard(
-    store: &Store,
-    layout: &Layout,
-    meta: &SaveMeta,
-    exchange: &mut impl Exchange,
-) -> Result<PublishedCheckpoint, CkptError> {
-    save_seed(store, layout, (meta, meta.step), exchange)
-}
-
-/// Saves the state of `seed`.
-pub(crate) fn save_seed(
-    store: &Store,
-    layout: &Layout,
-    (meta, seed): (&SaveMeta, u64),
-    exchange: &mut impl Exchange,
-) -> Result<PublishedCheckpoint, CkptError> {
-    let states = STATES.map(|state| storage(layout, store.rank(), state, seed));
-    let mut shard = ShardData::new(layout, store.rank()).unwrap();
-    for (state, values) in STATES.iter().zip(&states) {
-        shard.storage_f32(state, values).unwrap();
-    }
-    store.save(meta, &shard, exchange)
-}
 
 /// All ranks save `step`; rank 0 panics at `stop`.
 pub(crate) fn save(
@@ -70,37 +26,13 @@ pub(crate) fn save(
     options: &StoreOptions,
     stop: Option<SavePoint>,
 ) -> Vec<String> {
-    let outcomes = on_ranks(layout.world_size(), |rank, world| {
-        let exchange = &mut world.rank(rank);
-        let store =
-            Store::create_on_ranks(dir, rank, options.clone(), exchange, |_| Ok(())).unwrap();
-        let store = store.observe(move |at| {
-            if rank == 0 && Some(at) == stop {
-                std::panic::resume_unwind(Box::new("stopped on purpose"));
-            }
-        });
-        save_shard(&store, layout, &document_meta(step), exchange)
-    });
-    outcomes
-        .into_iter()
-        .filter_map(|outcome| outcome.err())
-        .map(|error| error.to_string())
-        .collect()
+    save_until(stop, dir, layout, (&document_meta(step), step), options)
 }
 
 pub(crate) fn document_meta(step: u64) -> SaveMeta {
     meta(step)
         .documents([("run.json".to_owned(), serde_json::json!({"lr": 0.1}))].into())
         .best(Some(step))
-}
-
-pub(crate) fn staged(dir: &Path) -> Vec<String> {
-    let names = fs::read_dir(dir.join(".staging"))
-        .unwrap()
-        .map(|e| e.unwrap().file_name().into_string().unwrap());
-    let mut names: Vec<_> = names.collect();
-    names.sort();
-    names
 }
 
 fn assert_equal(a: &Path, b: &Path) {
@@ -288,84 +220,13 @@ fn damaged_staged_file_is_named() {
     assemble(&a, &[&b]).unwrap();
 }
 
-#[test]
-fn newer_incomplete_save_is_passed_over() {
-    let dir = tempfile::tempdir().unwrap();
-    for step in [7, 8] {
-        save(
-            dir.path(),
-            &layout(2, 4),
-            step,
-            &run("a"),
-            Some(SavePoint::DirCreated),
-        );
-    }
-
-    let later = staged(dir.path())
-        .into_iter()
-        .find(|name| name.starts_with("step-00000008.rank-00001"))
-        .unwrap();
-    fs::remove_file(dir.path().join(".staging").join(later)).unwrap();
-    let assembled = assemble(dir.path(), &NONE).unwrap();
-    assert_eq!(assembled.checkpoint.step, 7);
-    assert!(
-        assembled.passed_over[0].contains("step-00000008"),
-        "{:?}",
-        assembled.passed_over
-    );
-}
-
-#[test]
-fn staged_files_of_others_are_kept() {
-    let dir = tempfile::tempdir().unwrap();
-    let layout = layout(2, 4);
-    for step in [5, 9] {
-        save(
-            dir.path(),
-            &layout,
-            step,
-            &run("a"),
-            Some(SavePoint::DirCreated),
-        );
-    }
-
-    let of_a = staged(dir.path());
-    let own = dir.path().join(".staging");
-    fs::create_dir(own.join("step-00000001")).unwrap();
-    fs::write(own.join("step-00000001.notes"), "mine").unwrap();
-    fs::write(own.join("latest.txt"), "mine").unwrap();
-    let kept = |step: &str| {
-        let names = staged(dir.path());
-        of_a.iter()
-            .filter(|name| name.starts_with(step))
-            .all(|name| names.contains(name))
-    };
-
-    assert!(save(dir.path(), &layout, 6, &run("b"), None).is_empty());
-    assert!(
-        kept("step-00000005") && kept("step-00000009"),
-        "of another run"
-    );
-    let heir = run("c").resumed_runs(vec!["a".into(), "b".into()]);
-    assert!(save(dir.path(), &layout, 7, &heir, None).is_empty());
-    assert!(
-        !kept("step-00000005") && kept("step-00000009"),
-        "of a later step"
-    );
-    assert!(save(dir.path(), &layout, 9, &heir, None).is_empty());
-    assert_eq!(
-        staged(dir.path()),
-        ["latest.txt", "step-00000001", "step-00000001.notes"]
-    );
-}
-
 /// The open of one rank fails, or it sees another folder: all ranks return one error that names it.
 #[test]
 fn all_ranks_learn_that_the_folder_is_not_shared() {
     for ranks in [2, 3] {
         let dir = tempfile::tempdir().unwrap();
         let last = ranks - 1;
-        let open = |path: &(dyn Fn(u64) -> PathBuf + Sync)| {
+        let errors = |path: &(dyn Fn(u64) -> PathBuf + Sync)| {
             let opened = on_ranks(ranks, |rank, world| {
                 let options = StoreOptions::default();
                 Store::create_on_ranks(path(rank), rank, options, &mut world.rank(rank), |_| Ok(()))
@@ -377,7 +238,7 @@ fn all_ranks_learn_that_the_folder_is_not_shared() {
                 .collect::<Vec<_>>()
         };
         let folder = |rank| dir.path().join(if rank == last { "b" } else { "a" });
-        for error in open(&folder) {
+        for error in errors(&folder) {
             let text = error.to_string();
             assert!(
                 matches!(error, CkptError::NotShared { rank, .. } if rank == last),
@@ -398,7 +259,7 @@ fn all_ranks_learn_that_the_folder_is_not_shared() {
         fs::write(dir.path().join("file"), "").unwrap();
         for broken in [0, last] {
             let folder = |rank| dir.path().join(if rank == broken { "file" } else { "a" });
-            let errors = open(&folder);
+            let errors = errors(&folder);
             let text = errors[1].to_string();
             assert!(
                 text.starts_with(&format!("rank {broken}: cannot create")),
@@ -456,15 +317,7 @@ fn waiting_ranks_exchange_messages() {
         (Box::leak(calls.into()), Box::leak(done.into()));
 
     on_ranks(3, |rank, world| {
-        let store = Store::create_on_ranks(
-            dir.path(),
-            rank,
-            run("a"),
-            &mut world.rank(rank),
-            |_| Ok(()),
-        )
-        .unwrap();
-        let store = store.observe(move |at| {
+        let store = open(dir.path(), rank, &run("a"), world).observe(move |at| {
             let more = calls.load(Ordering::Relaxed) + 7;
             match (at, rank) {
                 (SavePoint::FileCreated, 1) | (SavePoint::ManifestSynced, 0) => {
@@ -482,13 +335,10 @@ fn waiting_ranks_exchange_messages() {
                 _ => {}
             }
         });
-        save_shard(
-            &store,
-            &layout,
-            &meta(7),
-            &mut Counted(world.rank(rank), calls),
-        )
-        .unwrap();
+        let mut exchange = Counted(world.rank(rank), calls);
+        with_shard(&layout, rank, 7, |shard| {
+            store.save(&meta(7), shard, &mut exchange).unwrap()
+        });
         done.fetch_add(1, Ordering::Relaxed);
     });
 
@@ -506,10 +356,7 @@ fn rank_without_progress_is_named() {
         let options = run("a").stall_limit(Duration::from_millis(200));
         let folder = dir.path().join("ckpt");
         let path = folder.clone();
-        let store =
-            Store::create_on_ranks(&folder, rank, options, &mut world.rank(rank), |_| Ok(()))
-                .unwrap();
-        let store = store.observe(move |at| {
+        let store = open(&folder, rank, &options, world).observe(move |at| {
             if (at, rank) == (SavePoint::FileCreated, 1) {
                 // The others have staged, so that none of them can be slow; then they have the
                 // error.
@@ -520,9 +367,10 @@ fn rank_without_progress_is_named() {
             // Three files and the description of the two other ranks.
             wait_until(|| staged(&folder).len() == 3);
         }
-        let error = save_shard(&store, &layout, &meta(7), &mut world.rank(rank))
-            .unwrap_err()
-            .to_string();
+        let saved = with_shard(&layout, rank, 7, |shard| {
+            store.save(&meta(7), shard, &mut world.rank(rank))
+        });
+        let error = saved.unwrap_err().to_string();
         failed.fetch_add(1, Ordering::Relaxed);
         error
     });
