@@ -12,7 +12,7 @@ use zero_comm::{BucketOptions, Buckets, Communicator};
 use zero_comm::{PrefetchOptions, Prefetcher, SumInto, WaitOnDrop};
 use zero_kernels::host::HostKernels;
 use zero_optim::{Divisor, GroupRules, OptimizerConfig, ParamGroups, RankParams};
-use zero_optim::{Segment, ShardedAdamW, StepInputs, UnitSlices};
+use zero_optim::{Segment, ShardedOptimizer, StepInputs, UnitSlices};
 use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
 
 #[path = "own_framework/mlp.rs"]
@@ -99,7 +99,7 @@ fn train(comm: ThreadsComm, dir: &Path, steps: Range<u64>) -> Result<Vec<f64>> {
     ]; // of weights, of biases
     let groups = ParamGroups::new(rules, layout.group_runs(id, |param| param.param)?);
     let config = OptimizerConfig::default().lr(0.02);
-    let mut optim = ShardedAdamW::builder(&pool, kernels.clone(), &compute)
+    let mut optim = ShardedOptimizer::builder(&pool, kernels.clone(), &compute)
         .config(config)
         .param_dtype(DType::Bf16)
         .groups(&groups)

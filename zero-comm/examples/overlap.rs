@@ -5,7 +5,7 @@ use std::{error::Error, sync::Arc, thread::sleep, time::Duration};
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::{Pool, Purpose, host::HostDevice, host::Timeline};
 use zero_comm::overlap::{Overlap, chrome_trace};
-use zero_comm::slow::{Link, SlowComm};
+use zero_comm::slow::{Link, behind};
 use zero_comm::threads::{ThreadsComm, World};
 use zero_comm::{BucketOptions, Buckets, CommOptions, ReduceOp};
 
@@ -15,7 +15,7 @@ fn train(comm: ThreadsComm) -> Result<Timeline, Box<dyn Error + Send + Sync>> {
         bytes_per_second: 1e9,
     };
 
-    let comm = Arc::new(SlowComm::new(Arc::new(comm), link));
+    let comm = Arc::new(behind(Arc::new(comm), link));
     let timeline = Timeline::new();
     let device = HostDevice::new().with_timeline(timeline.clone());
     let compute = device.create_stream("compute")?;

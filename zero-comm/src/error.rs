@@ -7,8 +7,8 @@ use zero_alloc::AllocError;
 use zero_alloc::device::{DType, DeviceError};
 
 use crate::call::Call;
-#[cfg(feature = "cuda")]
-use crate::nccl::control::error::{LaunchError, RendezvousError};
+#[cfg(feature = "processes")]
+use crate::world::error::{LaunchError, RendezvousError};
 use crate::{Collective, ReduceOp};
 
 /// The reason why a collective was not enqueued or did not finish.
@@ -29,6 +29,21 @@ pub enum CommError {
         call: Box<Call>,
         other_rank: usize,
         other_call: Box<Call>,
+    },
+    /// Two ranks made different calls, of which only some were compared.
+    #[error(
+        "collective {sequence}: rank {rank} called {call}, rank {other_rank} {other_call}; both agreed until collective {agreed}, \
+         and one since then differs: look for a call that depends on the rank"
+    )]
+    Diverged {
+        /// The number of the call at which both ranks were, from 0.
+        sequence: u64,
+        rank: usize,
+        call: Box<Call>,
+        other_rank: usize,
+        other_call: Box<Call>,
+        /// The number of first calls that were compared and are equal.
+        agreed: u64,
     },
     /// A rank did not reach the collective within the limit.
     #[error(
@@ -228,12 +243,12 @@ pub enum CommError {
         tried: Vec<String>,
     },
     /// The launcher's environment variables are inconsistent.
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "processes")]
     #[error(transparent)]
     #[serde(skip)]
     Launch(#[from] LaunchError),
     /// The processes failed to connect.
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "processes")]
     #[error(transparent)]
     #[serde(skip)]
     Rendezvous(#[from] RendezvousError),
@@ -248,7 +263,7 @@ pub enum CommError {
 }
 
 /// Shortens `text` to at most `max_bytes` bytes of whole characters.
-#[cfg(any(feature = "cuda", feature = "mpi"))]
+#[cfg(any(feature = "processes", feature = "mpi"))]
 pub(crate) fn shorten(text: &mut String, max_bytes: usize) {
     let end = (0..=max_bytes).rev().find(|&at| text.is_char_boundary(at));
     text.truncate(end.unwrap_or(0));

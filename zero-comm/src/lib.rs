@@ -26,12 +26,16 @@ mod split_request;
 pub mod threads;
 mod two_level;
 mod wait_on_drop;
+#[cfg(feature = "processes")]
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "testing")),
+    allow(dead_code, reason = "the back ends of processes use it")
+)]
+pub mod world;
 
 pub use buckets::{BucketError, BucketOptions, Buckets, Done, Filling, InFlight, SumInto};
 pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
-#[cfg(feature = "cuda")]
-pub use nccl::RendezvousError;
 pub use options::CommOptions;
 pub use prefetch::{
     OrderCheck, OwnShard, PlannedStep, PrefetchError, PrefetchOptions, PrefetchReport,
@@ -41,4 +45,6 @@ pub use scheduled::{ScheduledComm, ScheduledGroups};
 pub use solo::Solo;
 pub use two_level::{LevelTraffic, TwoLevel};
 pub use wait_on_drop::WaitOnDrop;
+#[cfg(feature = "processes")]
+pub use world::RendezvousError;
 pub use zero_alloc::device::Reduced;

@@ -17,8 +17,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use zero_comm::CommError;
-use zero_comm::nccl::testing::{self, ID, LONG, Rank, first_frame, free_port};
-use zero_comm::nccl::{Ranks, Token};
+use zero_comm::world::testing::{self, ID, LONG, Rank, first_frame, free_port};
+use zero_comm::world::{Ranks, Token};
 
 const WORLD_SIZE: usize = 4;
 /// Calls of one step, and steps of a job.

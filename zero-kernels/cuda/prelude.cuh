@@ -208,40 +208,10 @@ __device__ __forceinline__ void trade(f16 (&x)[GROUP]) { trade_halves(&x->bits);
          index_ < count_; index_ += (u64)gridDim.x * (THREADS / WARP))                                        \
         if (Tile tile = tile_at(span, index_); true)
 
-// The scalars of a step's Adam launches (`StepScalars` of the host).
+// The scalars of a step's updates: the rule gives `of_rule` its meaning (`StepScalars` of the host).
+#define RULE_SCALARS 6
 struct StepScalars {
     float grad_scale;
-    float lr;
-    float step_size;
-    float bias_correction2_sqrt;
-    float one_minus_beta1;
-    float beta2;
-    float one_minus_beta2;
+    float of_rule[RULE_SCALARS];
     u32 skip;
 };
-
-// Constants of Adam, rounded to fp32 on the host.
-struct AdamConstants {
-    float eps;
-    float weight_decay;
-    u32 decoupled;
-};
-
-// One element of Adam: the same operations in the same order as `element` of src/host/adam.rs.
-__device__ __forceinline__ void adam_element(StepScalars s, AdamConstants c, float keep, float &w, float &m, float &v,
-                                             float g) {
-    g = __fmul_rn(g, s.grad_scale);
-    if (c.decoupled)
-        w = __fmul_rn(w, keep);
-    else
-        g = __fmaf_rn(c.weight_decay, w, g);
-    m = __fmaf_rn(s.one_minus_beta1, __fsub_rn(g, m), m);
-    v = __fmaf_rn(__fmul_rn(s.one_minus_beta2, g), g, __fmul_rn(v, s.beta2));
-    float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), s.bias_correction2_sqrt), c.eps);
-    w = __fsub_rn(w, __fdiv_rn(__fmul_rn(s.step_size, m), denominator));
-}
-
-// AdamW's factor of the weights: 1 - lr * weight_decay.
-__device__ __forceinline__ float adam_keep(StepScalars s, AdamConstants c) {
-    return __fsub_rn(1.0f, __fmul_rn(s.lr, c.weight_decay));
-}

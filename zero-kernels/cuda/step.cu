@@ -1,8 +1,8 @@
 // The rules of a step on the device, so that a step needs no host wait and can be captured in a graph. Host version:
 // src/step.rs, with the same structs and the same operations in the same order. Each kernel is one thread.
 //
-// rank_stats: combines the statistics of this rank's units. advance_step: computes the scalars of the step's Adam
-// launches, one for each set of rates, from the statistics of all ranks, and updates the loss scale and the step counts.
+// rank_stats: combines the statistics of this rank's units. advance_step: computes the scalars of the step's
+// updates, one for each set of rates, from the statistics of all ranks, and updates the loss scale and the step counts.
 // `rates` has `scalar_count` entries for each of `positions` positions.
 
 struct GradStats {
@@ -22,8 +22,7 @@ struct StepConfig {
     double max_grad_norm;
     double min_scale;
     u64 window;
-    u32 micro_batches;
-    u32 bias_correction;
+    u64 micro_batches;
     u64 first_position;
     u32 dynamic;
     u32 hysteresis;
@@ -34,8 +33,7 @@ struct StepConfig {
 
 struct StepRates {
     double lr;
-    double beta1;
-    double beta2;
+    float of_rule[RULE_SCALARS];
 };
 
 struct StepState {
@@ -90,16 +88,6 @@ __device__ __forceinline__ bool is_finite(double x) {
     return (__double_as_longlong(x) & 0x7ff0000000000000ll) != 0x7ff0000000000000ll;
 }
 
-// base^exponent by squaring, from the highest bit down: the same products on every machine.
-__device__ __forceinline__ double power(double base, u64 exponent) {
-    double result = 1.0;
-    for (int bit = 63 - __clzll((long long)exponent); bit >= 0; bit--) {
-        result = __dmul_rn(result, result);
-        if (exponent >> bit & 1) result = __dmul_rn(result, base);
-    }
-    return result;
-}
-
 // Counts a step and updates the loss scale. Returns false, with nothing changed, on an overflow at the minimum scale
 // if `fail_at_min` is set.
 __device__ __forceinline__ bool count_step(const StepConfig &config, StepState &s, bool overflow) {
@@ -139,7 +127,7 @@ extern "C" __global__ void advance_step(const RankStats *ranks, u64 rank_count, 
                                         u64 record_count) {
     StepConfig config = *config_at;
     StepState s = *state;
-    for (u64 i = 0; i < scalar_count; i++) scalars[i] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1};
+    for (u64 i = 0; i < scalar_count; i++) scalars[i] = {0.0f, {}, 1};
     // A run stays halted until the host resets its state.
     if (s.halted) return;
     double sum_sq = 0.0;
@@ -172,22 +160,11 @@ extern "C" __global__ void advance_step(const RankStats *ranks, u64 rank_count, 
         if (config.max_grad_norm > 0.0 && record.grad_norm > config.max_grad_norm)
             record.clip = __ddiv_rn(config.max_grad_norm, __dadd_rn(record.grad_norm, 1e-6));
         record.skipped = 0;
-        u64 t = s.adam_steps + 1;
         for (u64 i = 0; i < scalar_count; i++) {
             StepRates now = rates[at * scalar_count + i];
-            double correction1 = 1.0, correction2 = 1.0;
-            if (config.bias_correction) {
-                correction1 = __dsub_rn(1.0, power(now.beta1, t));
-                correction2 = __dsub_rn(1.0, power(now.beta2, t));
-            }
             StepScalars out;
             out.grad_scale = (float)__ddiv_rn(record.clip, divisor);
-            out.lr = (float)now.lr;
-            out.step_size = (float)__ddiv_rn(now.lr, correction1);
-            out.bias_correction2_sqrt = (float)__dsqrt_rn(correction2);
-            out.one_minus_beta1 = (float)__dsub_rn(1.0, now.beta1);
-            out.beta2 = (float)now.beta2;
-            out.one_minus_beta2 = (float)__dsub_rn(1.0, now.beta2);
+            for (int j = 0; j < RULE_SCALARS; j++) out.of_rule[j] = now.of_rule[j];
             out.skip = 0;
             scalars[i] = out;
         }

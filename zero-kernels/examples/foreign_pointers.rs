@@ -5,12 +5,15 @@
 
 use std::error::Error;
 use std::ffi::c_void;
+use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, interop};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
 use zero_kernels::cuda::CudaKernels;
-use zero_kernels::{AdamArgs, AdamHyper, KernelError, Kernels, StepScalars};
+use zero_kernels::{
+    AdamHyper, AdamScalars, KernelError, Kernels, StepScalars, UpdateArgs, UpdateRule, Weights,
+};
 
 /// A framework's tensor: a pointer to device memory and a length.
 #[derive(Clone, Copy)]
@@ -57,16 +60,18 @@ unsafe fn fused_step(
     let [grad, param] = [grad, param].map(|t| unsafe { t.view::<half::bf16>(device) }.erase());
     // SAFETY: as above.
     let scalars = unsafe { scalars.view::<StepScalars>(device) };
-    let args = AdamArgs {
-        master,
-        first_moment,
-        second_moment,
+    let args = UpdateArgs {
+        weights: Weights::Fp32 {
+            master,
+            param_out: Some(param),
+        },
+        slots: vec![first_moment, second_moment],
         grad,
-        param_out: Some(param),
         scalars,
-        hyper: HYPER,
+        weight_decay: HYPER.weight_decay,
     };
-    kernels.adam(&stream, args)
+    let rule: Arc<dyn UpdateRule> = Arc::new(HYPER);
+    kernels.update(&stream, &rule, args)
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -89,7 +94,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let moment = vec![0f32; elems];
     let grad = vec![half::bf16::from_f32(0.5); elems];
     let param = vec![half::bf16::ZERO; elems];
-    let scalars = StepScalars::new(1, 1e-2, &HYPER, 1.0);
+    let scalars = AdamScalars::new(1, 1e-2, &HYPER, 1.0);
 
     let images: [&[u8]; 6] = [
         bytemuck::cast_slice(&master),

@@ -1,13 +1,14 @@
 //! The fused step on plain vectors and a host stream, as a framework that manages its own memory
 //! would call it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use half::bf16;
 use zero_alloc::device::{AnySlice, Device, DeviceId, DeviceSlice, Element, Stream};
 use zero_alloc::host::HostDevice;
 use zero_kernels::host::HostKernels;
-use zero_kernels::{AdamArgs, AdamHyper, GradStats, Kernels, StepScalars};
+use zero_kernels::{AdamHyper, AdamScalars, GradStats, Kernels, UpdateArgs, UpdateRule, Weights};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let len = 1 << 20;
@@ -26,19 +27,20 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         bias_correction: true,
     };
 
-    let mut scalars = [StepScalars::new(1, 1e-3, &hyper, 1.0)];
+    let mut scalars = [AdamScalars::new(1, 1e-3, &hyper, 1.0).into()];
     let mut stats = [GradStats::default()];
 
     let kernels = HostKernels::new(2)?;
     let stream = HostDevice::new().create_stream("compute")?;
-    let args = AdamArgs {
-        master: typed(&mut master),
-        first_moment: typed(&mut m),
-        second_moment: typed(&mut v),
+    let args = UpdateArgs {
+        weights: Weights::Fp32 {
+            master: typed(&mut master),
+            param_out: Some(any(&mut param)),
+        },
+        slots: vec![typed(&mut m), typed(&mut v)],
         grad: any(&mut grad),
-        param_out: Some(any(&mut param)),
         scalars: typed(&mut scalars),
-        hyper,
+        weight_decay: hyper.weight_decay,
     };
 
     let mut scratch = vec![0f64; kernels.stats_scratch_elems(&[len])];
@@ -48,7 +50,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         typed(&mut scratch),
         typed(&mut stats),
     )?;
-    kernels.adam(&stream, args)?;
+    let rule: Arc<dyn UpdateRule> = Arc::new(hyper);
+    kernels.update(&stream, &rule, args)?;
     stream.synchronize(Duration::from_secs(10))?;
 
     println!(

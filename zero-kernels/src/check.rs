@@ -4,7 +4,9 @@
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice};
 
 use crate::step::RankStats;
-use crate::{AdamArgs, AdvanceArgs, GradStats, KernelError, RemainderArgs, Segments};
+use crate::{
+    AdvanceArgs, Codec, GradStats, KernelError, Segments, UpdateArgs, UpdateRule, Weights,
+};
 
 pub(crate) fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
     if expected == got {
@@ -120,52 +122,46 @@ fn check_extents(device: DeviceId, written: &[Extent], read: &[Extent]) -> Resul
     Ok(())
 }
 
-pub(crate) fn adam(device: DeviceId, args: &AdamArgs) -> Result<(), KernelError> {
-    let master = Extent::typed("adam: master", args.master);
-    let param_out = args
-        .param_out
-        .map_or(master, |param| Extent::any("adam: param_out", param));
-    let written = [
-        master,
-        Extent::typed("adam: first_moment", args.first_moment),
-        Extent::typed("adam: second_moment", args.second_moment),
-        param_out,
-    ];
-    let written = if args.param_out.is_some() {
-        &written[..]
-    } else {
-        &written[..3]
+pub(crate) fn update(
+    device: DeviceId,
+    rule: &dyn UpdateRule,
+    args: &UpdateArgs,
+) -> Result<(), KernelError> {
+    let mut written = match args.weights {
+        Weights::Fp32 { master, param_out } => {
+            let param_out = param_out.map(|param| Extent::any("update: param_out", param));
+            let master = Extent::typed("update: master", master);
+            [Some(master), param_out].into_iter().flatten().collect()
+        }
+        Weights::Remainder { param, remainder } => vec![
+            Extent::typed("update: param", param),
+            Extent::typed("update: remainder", remainder),
+        ],
     };
 
+    let slots = rule.slots(Codec::Fp32);
+    same_len("update: slots", slots.len(), args.slots.len())?;
+    let slots = slots.iter().zip(&args.slots);
+    written.extend(slots.map(|(slot, memory)| Extent::typed(slot.name, *memory)));
+
     let read = [
-        Extent::any("adam: grad", args.grad),
-        Extent::typed("adam: scalars", args.scalars),
+        Extent::any("update: grad", args.grad),
+        Extent::typed("update: scalars", args.scalars),
     ];
     written
         .iter()
         .chain(&read[..1])
-        .try_for_each(|e| e.has(master.elems))?;
+        .try_for_each(|e| e.has(args.elems()))?;
     read[1].has(1)?;
+    float("update: grad", args.grad.dtype())?;
+    if let Weights::Fp32 {
+        param_out: Some(param),
+        ..
+    } = args.weights
+    {
+        float("update: param_out", param.dtype())?;
+    }
 
-    check_extents(device, written, &read)
-}
-
-pub(crate) fn adam_remainder(device: DeviceId, args: &RemainderArgs) -> Result<(), KernelError> {
-    let written = [
-        Extent::typed("adam_remainder: param", args.param),
-        Extent::typed("adam_remainder: remainder", args.remainder),
-        Extent::typed("adam_remainder: first_moment", args.first_moment),
-        Extent::typed("adam_remainder: second_moment", args.second_moment),
-    ];
-    let read = [
-        Extent::any("adam_remainder: grad", args.grad),
-        Extent::typed("adam_remainder: scalars", args.scalars),
-    ];
-    written
-        .iter()
-        .chain(&read[..1])
-        .try_for_each(|e| e.has(args.param.len()))?;
-    read[1].has(1)?;
     check_extents(device, &written, &read)
 }
 

@@ -1,11 +1,12 @@
 //! The trait [`Kernels`], its arguments and its errors. Each operation is enqueued on an explicit
 //! stream; the call returns before it runs.
 
-use half::bf16;
-use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
 use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceSlice};
 
-use crate::step::{RankStats, StepConfig, StepRates, StepRecord, StepState, power};
+use crate::rule::{StepScalars, UpdateArgs, UpdateRule};
+use crate::step::{RankStats, StepConfig, StepRates, StepRecord, StepState};
 
 /// An error that kept an operation from being enqueued.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -57,6 +58,15 @@ pub enum KernelError {
     /// The host's threads could not be started.
     #[error("failed to start {threads} threads: {message}")]
     Threads { threads: usize, message: String },
+    /// The rule has no CUDA kernel for these dtypes.
+    #[error(
+        "the update rule {rule} has no CUDA kernel for a gradient of {grad}: train on the host, or add the kernel"
+    )]
+    NoKernel {
+        /// The rule's name.
+        rule: &'static str,
+        grad: zero_alloc::device::DType,
+    },
     /// A CUDA kernel could not be compiled.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
@@ -77,157 +87,6 @@ pub struct GradStats {
     pub nonfinite: u64,
 }
 
-/// The scalars of all Adam launches of one step. They are in device memory, so that a step needs no
-/// host wait.
-#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub struct StepScalars {
-    /// Factor of every gradient: clip / (loss_scale x ranks x micro-batches).
-    pub grad_scale: f32,
-    /// Learning rate, for the decay.
-    pub lr: f32,
-    /// lr / (1 - beta1^t), divided in fp64; lr without bias correction.
-    pub step_size: f32,
-    /// sqrt(1 - beta2^t); 1 without bias correction.
-    pub bias_correction2_sqrt: f32,
-    /// 1 - beta1, subtracted in fp64 and then rounded, like all values derived from the betas.
-    pub one_minus_beta1: f32,
-    /// beta2.
-    pub beta2: f32,
-    /// 1 - beta2.
-    pub one_minus_beta2: f32,
-    /// Nonzero if the step is skipped: the launches write nothing.
-    pub skip: u32,
-}
-
-impl StepScalars {
-    /// The scalars of Adam's step `t`, counted from 1, at learning rate `lr`.
-    pub fn new(t: u64, lr: f64, hyper: &AdamHyper, grad_scale: f64) -> Self {
-        let rates = StepRates {
-            lr,
-            beta1: hyper.beta1,
-            beta2: hyper.beta2,
-        };
-        Self::with_rates(t, &rates, hyper.bias_correction, grad_scale)
-    }
-
-    pub(crate) fn with_rates(
-        t: u64,
-        rates: &StepRates,
-        bias_correction: bool,
-        grad_scale: f64,
-    ) -> Self {
-        let &StepRates { lr, beta1, beta2 } = rates;
-        let correction = |beta| {
-            if bias_correction {
-                1.0 - power(beta, t)
-            } else {
-                1.0
-            }
-        };
-        Self {
-            grad_scale: grad_scale as f32,
-            lr: lr as f32,
-            step_size: (lr / correction(beta1)) as f32,
-            bias_correction2_sqrt: correction(beta2).sqrt() as f32,
-            one_minus_beta1: (1.0 - beta1) as f32,
-            beta2: beta2 as f32,
-            one_minus_beta2: (1.0 - beta2) as f32,
-            skip: 0,
-        }
-    }
-
-    /// The scalars of a skipped step.
-    pub fn skipped() -> Self {
-        Self {
-            skip: 1,
-            ..Self::default()
-        }
-    }
-}
-
-/// Hyperparameters of Adam, in fp64: `1 - beta2` of an fp32 beta2 is wrong in the fifth digit.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct AdamHyper {
-    /// Decay of the first moment.
-    pub beta1: f64,
-    /// Decay of the second moment.
-    pub beta2: f64,
-    /// Added to the denominator.
-    pub eps: f64,
-    /// Weight decay.
-    pub weight_decay: f64,
-    /// AdamW (decoupled decay) if true, Adam with L2 if false.
-    pub decoupled: bool,
-    /// Whether the moments are corrected for their start at 0, as in the paper.
-    #[serde(default = "yes")]
-    pub bias_correction: bool,
-}
-
-fn yes() -> bool {
-    true
-}
-
-impl AdamHyper {
-    /// The values that no schedule changes, rounded as all back ends use them. Values derived from
-    /// the betas are in [`StepScalars`].
-    pub(crate) fn constants(&self) -> AdamConstants {
-        AdamConstants {
-            eps: self.eps as f32,
-            weight_decay: self.weight_decay as f32,
-            decoupled: self.decoupled.into(),
-        }
-    }
-}
-
-/// Constants of Adam, rounded to fp32: `AdamConstants` of cuda/prelude.cuh.
-#[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub(crate) struct AdamConstants {
-    pub(crate) eps: f32,
-    pub(crate) weight_decay: f32,
-    pub(crate) decoupled: u32,
-}
-
-/// The arguments of [`Kernels::adam`]; all slices have the same length.
-#[derive(Clone, Copy, Debug)]
-pub struct AdamArgs {
-    /// fp32 master weights, updated.
-    pub master: DeviceSlice<f32>,
-    /// fp32, updated.
-    pub first_moment: DeviceSlice<f32>,
-    /// fp32, updated.
-    pub second_moment: DeviceSlice<f32>,
-    /// fp32, bf16 or fp16.
-    pub grad: AnySlice,
-    /// The parameter in fp32, bf16 or fp16, written; `None` if the master is the parameter.
-    pub param_out: Option<AnySlice>,
-    /// One element, read when the launch runs.
-    pub scalars: DeviceSlice<StepScalars>,
-    /// Hyperparameters; the betas are those of the scalars.
-    pub hyper: AdamHyper,
-}
-
-/// The arguments of [`Kernels::adam_remainder`]: weights stored as a bf16 parameter and a 16-bit
-/// remainder. All slices have the same length.
-#[derive(Clone, Copy, Debug)]
-pub struct RemainderArgs {
-    /// The parameter, updated.
-    pub param: DeviceSlice<bf16>,
-    /// Its remainder, updated.
-    pub remainder: DeviceSlice<i16>,
-    /// fp32, updated.
-    pub first_moment: DeviceSlice<f32>,
-    /// fp32, updated.
-    pub second_moment: DeviceSlice<f32>,
-    /// fp32, bf16 or fp16.
-    pub grad: AnySlice,
-    /// One element, read when the launch runs.
-    pub scalars: DeviceSlice<StepScalars>,
-    /// Hyperparameters; the betas are those of the scalars.
-    pub hyper: AdamHyper,
-}
-
 /// The arguments of [`Kernels::advance_step`], all in device memory.
 #[derive(Clone, Copy, Debug)]
 pub struct AdvanceArgs {
@@ -240,7 +99,7 @@ pub struct AdvanceArgs {
     pub rates: DeviceSlice<StepRates>,
     /// One element, updated.
     pub state: DeviceSlice<StepState>,
-    /// The scalars of the step's Adam launches, one for each set of rates; at least one, written.
+    /// The scalars of the step's updates, one for each set of rates; at least one, written.
     pub scalars: DeviceSlice<StepScalars>,
     /// A ring of at least one element; the record of iteration `i` is written to element `i % len`.
     pub records: DeviceSlice<StepRecord>,
@@ -285,18 +144,17 @@ impl Segments {
     note = "use zero_kernels::host::HostKernels for HostDevice, zero_kernels::cuda::CudaKernels for CudaDevice"
 )]
 pub unsafe trait Kernels<D: Device>: Send + Sync {
-    /// One fused Adam step over a flat range.
+    /// One update over a flat range by `rule`: it reads the gradient once, and reads and writes
+    /// weights and slots.
     ///
     /// # Errors
     /// See [`KernelError`].
-    fn adam(&self, stream: &D::Stream, args: AdamArgs) -> Result<(), KernelError>;
-
-    /// One fused Adam step over a flat range of parameters with remainders: the same bits as
-    /// [`Self::adam`] with fp32 masters.
-    ///
-    /// # Errors
-    /// See [`KernelError`].
-    fn adam_remainder(&self, stream: &D::Stream, args: RemainderArgs) -> Result<(), KernelError>;
+    fn update(
+        &self,
+        stream: &D::Stream,
+        rule: &Arc<dyn UpdateRule>,
+        args: UpdateArgs,
+    ) -> Result<(), KernelError>;
 
     /// `dst[i] = src[i] * scale`, rounded to nearest even; any of fp32, bf16, fp16 to any.
     ///

@@ -6,7 +6,7 @@ use zero_alloc::device::DType;
 
 use crate::check::same_len;
 use crate::host::AdamSlices;
-use crate::{AdamHyper, Float, GradStats, KernelError, Segments, StepScalars};
+use crate::{AdamHyper, AdamScalars, Float, GradStats, KernelError, Segments};
 
 fn widen<T: Float>(x: T) -> f32 {
     let bytes = bytemuck::bytes_of(&x);
@@ -33,7 +33,7 @@ fn narrow<T: Float>(x: f32) -> T {
 /// The slices' lengths differ.
 pub fn adam<W: Float, M: Float, G: Float, P: Float>(
     mut slices: AdamSlices<'_, W, M, G, P>,
-    scalars: &StepScalars,
+    scalars: &AdamScalars,
     hyper: &AdamHyper,
 ) -> Result<(), KernelError> {
     let n = slices.checked_len()?;

@@ -13,7 +13,7 @@
 //! ```
 //!
 //! A divisor of the caller replaces `N * A`. Parameter groups share all of
-//! this; each set of learning rate and betas has its own [`StepScalars`].
+//! this; each set of rates has its own [`StepScalars`].
 //!
 //! A non-finite gradient on any rank skips the step on all ranks. The loss scale follows
 //! DeepSpeed's `DynamicLossScaler` (0.19.8):
@@ -28,7 +28,8 @@
 //! The scale changes only here, after the gradients that used it were applied. DeepSpeed #2686 was
 //! a scale that changed between backward and step.
 
-use crate::{GradStats, StepScalars};
+use crate::GradStats;
+use crate::rule::{RULE_SCALARS, StepScalars};
 
 /// A rank's contribution to a step: gradient statistics of its shards, loss and flags. Plain bytes
 /// for an all-gather.
@@ -87,9 +88,7 @@ pub struct StepConfig {
     /// Good steps in a row until the loss scale doubles; at least 1.
     pub window: u64,
     /// Micro-batches summed in a step.
-    pub micro_batches: u32,
-    /// Nonzero if Adam's moments are corrected for their start at 0.
-    pub bias_correction: u32,
+    pub micro_batches: u64,
     /// The schedule position of the first entry in the table of rates.
     pub first_position: u64,
     /// Nonzero if the loss scale is dynamic.
@@ -105,16 +104,14 @@ pub struct StepConfig {
     pub divisor: f64,
 }
 
-/// The schedule's values at one position.
+/// What the launches of one set of scalars read at one position of the schedule.
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct StepRates {
     /// Learning rate of the step.
     pub lr: f64,
-    /// Decay of the first moment.
-    pub beta1: f64,
-    /// Decay of the second moment.
-    pub beta2: f64,
+    /// The scalars of the update rule ([`UpdateRule::scalars`](crate::UpdateRule::scalars)).
+    pub of_rule: [f32; RULE_SCALARS],
 }
 
 /// The state that a step updates.
@@ -225,7 +222,7 @@ pub struct StepRecord {
     pub next_loss_scale: f64,
     /// Steps before this one, skipped ones included.
     pub iteration: u64,
-    /// Nonzero if Adam's update was skipped.
+    /// Nonzero if the update was skipped.
     pub skipped: u32,
     /// The reason why this step halted the run ([`StepState::AT_MINIMUM`], [`StepState::NO_RATE`]),
     /// or 0.
@@ -234,21 +231,8 @@ pub struct StepRecord {
 
 const _: () = assert!(size_of::<RankStats>() == 40 && size_of::<StepConfig>() == 64);
 const _: () = assert!(
-    size_of::<StepState>() == 56 && size_of::<StepRecord>() == 104 && size_of::<StepRates>() == 24
+    size_of::<StepState>() == 56 && size_of::<StepRecord>() == 104 && size_of::<StepRates>() == 32
 );
-
-/// `base` to the power of `exponent` by squaring, from the highest bit down: the same products, so
-/// the same bits, on every machine and device (library `pow` functions differ in the last place).
-pub fn power(base: f64, exponent: u64) -> f64 {
-    let mut result = 1.0;
-    for bit in (0..u64::BITS - exponent.leading_zeros()).rev() {
-        result *= result;
-        if exponent >> bit & 1 == 1 {
-            result *= base;
-        }
-    }
-    result
-}
 
 impl StepConfig {
     /// The factor by which the sum of all ranks' gradients exceeds their mean.
@@ -256,7 +240,7 @@ impl StepConfig {
         if self.divisor > 0.0 {
             loss_scale * self.divisor
         } else {
-            loss_scale * ranks as f64 * f64::from(self.micro_batches)
+            loss_scale * ranks as f64 * self.micro_batches as f64
         }
     }
 
@@ -272,7 +256,7 @@ impl StepConfig {
 }
 
 /// Advances `state` by one step, given the statistics of all ranks in rank order, and writes the
-/// `scalars` of the step's Adam launches. Returns the step's record, or `None` if the run was
+/// `scalars` of the step's updates. Returns the step's record, or `None` if the run was
 /// halted before.
 ///
 /// `rates` holds the schedule's values from [`StepConfig::first_position`] on, since only the state
@@ -323,10 +307,8 @@ pub fn advance_step(
             let divisor = config.divisor(state.loss_scale, ranks.len());
             let grad_norm = sum_sq.sqrt() / divisor;
             let clip = config.clip(grad_norm);
-            let t = state.adam_steps + 1;
-            let correct = config.bias_correction != 0;
             for (scalars, rates) in scalars.iter_mut().zip(now) {
-                *scalars = StepScalars::with_rates(t, rates, correct, clip / divisor);
+                *scalars = StepScalars::new(clip / divisor, rates.of_rule);
             }
             record.grad_norm = grad_norm;
             record.clip = clip;
@@ -340,25 +322,4 @@ pub fn advance_step(
     record.next_loss_scale = state.loss_scale;
     record.halted = state.halted;
     Some(record)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::power;
-
-    #[test]
-    #[cfg_attr(miri, ignore = "Miri's powf is inexact on purpose")]
-    fn power_is_near_powf() {
-        for base in [0.9, 0.999, 0.95, 0.0, 1.0] {
-            for t in (0..if cfg!(miri) { 5 } else { 200 }).chain([1000, 12345, 1 << 20, u64::MAX]) {
-                let (ours, theirs): (f64, f64) = (power(base, t), base.powf(t as f64));
-                // Each squaring doubles the relative error so far: about t roundings.
-                let bound = t as f64 * f64::EPSILON * theirs;
-                assert!(
-                    (ours - theirs).abs() <= bound.min(1.0) + f64::MIN_POSITIVE,
-                    "{base}^{t}: {ours} and {theirs}"
-                );
-            }
-        }
-    }
 }

@@ -9,7 +9,7 @@ use zero_alloc::device::{AnySlice, Device, DeviceError, DeviceId, DeviceSlice, R
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Divisor, GatheredStats, LrSchedule, OptimizerConfig, RankStats, Segment, ShardedAdamW,
+    Divisor, GatheredStats, LrSchedule, OptimizerConfig, RankStats, Segment, ShardedOptimizer,
     UnitSlices,
 };
 
@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for _ in 0..2 {
         let kernels = Arc::new(HostKernels::new(1)?);
         let segments = vec![Segment::shard("line", 0..1)];
-        let builder = ShardedAdamW::builder(&pool, kernels, &stream);
+        let builder = ShardedOptimizer::builder(&pool, kernels, &stream);
         ranks.push(builder.config(config.clone()).build(segments)?);
     }
 

@@ -19,11 +19,10 @@ use std::fmt::Display;
 
 use thiserror::Error;
 use zero_alloc::device::Device;
-use zero_kernels::AdamHyper;
+use zero_kernels::UpdateRule;
 
-use crate::format::Format;
 use crate::groups::Resolved;
-use crate::{OptimizerConfig, ShardedAdamW};
+use crate::{OptimizerConfig, ShardedOptimizer};
 
 /// The settings of a rank, in the order in which they are compared: those that others are derived
 /// from come first.
@@ -336,7 +335,7 @@ fn hash(bytes: &[u8]) -> u64 {
     })
 }
 
-impl<D: Device> ShardedAdamW<D> {
+impl<D: Device> ShardedOptimizer<D> {
     /// The settings that all ranks share: dtype, format and home of the state, hyperparameters,
     /// learning rate and schedule, clipping, loss scale, the rules of groups, the group of each
     /// parameter if [`ParamGroups::assigned`](crate::ParamGroups::assigned) names them, the names
@@ -348,6 +347,7 @@ impl<D: Device> ShardedAdamW<D> {
         let Self {
             controller,
             param_dtype,
+            format,
             groups,
             names,
             state,
@@ -365,18 +365,16 @@ impl<D: Device> ShardedAdamW<D> {
         let mut settings = RankSettings::new();
 
         settings.push("param_dtype", param_dtype);
-        let Format {
-            masters,
-            bf16_moments,
-        } = state.format();
-        settings.push("masters", format!("{masters:?}"));
-        settings.push("moments", if bf16_moments { "bf16" } else { "fp32" });
+        match state.arrays().masters() {
+            None => settings.push("masters", "Params"),
+            Some(codec) => settings.push("masters", format!("{codec:?}")),
+        }
+        settings.push("moments", format.moments);
         settings.push("home of the state", state.home());
-        push_config(&mut settings, controller.config());
-
         let Resolved {
             rules,
             assigned,
+            updates,
             // Derived from the rules.
             launch_rules: _,
             rates: _,
@@ -384,6 +382,10 @@ impl<D: Device> ShardedAdamW<D> {
             pieces: _,
             state_elems: _,
         } = groups;
+        for (nth, update) in updates.iter().enumerate() {
+            push_rule(&mut settings, nth, &*update.rule);
+        }
+        push_config(&mut settings, controller.config());
         settings.push("rules of groups", format!("{rules:?}"));
         for (name, group) in assigned {
             settings.push(format!("group of {name}"), group);
@@ -412,9 +414,22 @@ impl<D: Device> ShardedAdamW<D> {
     }
 }
 
+/// Adds rule `nth` of the groups; the first is the optimizer's own.
+fn push_rule(settings: &mut RankSettings, nth: usize, rule: &dyn UpdateRule) {
+    let name = |setting: &str| match nth {
+        0 => setting.to_owned(),
+        _ => format!("{setting} of update rule {nth}"),
+    };
+    settings.push(name("update rule"), rule.name());
+    for (setting, value) in rule.settings() {
+        settings.push(name(setting), value);
+    }
+}
+
 fn push_config(settings: &mut RankSettings, config: &OptimizerConfig) {
     let OptimizerConfig {
-        hyper,
+        // The rules of the groups have it.
+        hyper: _,
         lr,
         schedule,
         max_grad_norm,
@@ -422,21 +437,6 @@ fn push_config(settings: &mut RankSettings, config: &OptimizerConfig) {
         // It does not change the results.
         sub_group_elems: _,
     } = config;
-    let AdamHyper {
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        decoupled,
-        bias_correction,
-    } = hyper;
-
-    settings.push("beta1", beta1);
-    settings.push("beta2", beta2);
-    settings.push("eps", eps);
-    settings.push("weight_decay", weight_decay);
-    settings.push("decoupled", decoupled);
-    settings.push("bias_correction", bias_correction);
     settings.push("lr", lr);
     settings.push("schedule", format!("{schedule:?}"));
     settings.push("max_grad_norm", max_grad_norm);

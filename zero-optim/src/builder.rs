@@ -8,14 +8,14 @@ use zero_alloc::host::HostDevice;
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::{SwapFile, SwapRing};
 use zero_alloc::{Pool, Purpose};
-use zero_kernels::Kernels;
+use zero_kernels::{Kernels, UpdateRule};
 
 use crate::controller::{OptimizerConfig, StepController};
-use crate::format::Format;
+use crate::format::{Masters, StateArrays, StateFormat, StateHome};
 use crate::groups::Resolved;
 use crate::pieces::{Pieces, view};
 use crate::segments::check_segments;
-use crate::{OffloadOptions, OptimError, ParamGroups, Segment, ShardedAdamW};
+use crate::{OptimError, ParamGroups, Segment, ShardedOptimizer};
 
 /// Makes the state of an optimizer away from the device's memory.
 type MakeOffloaded<D> = Box<dyn FnOnce(&Offload<'_, D>) -> Result<Pieces<D>, OptimError>>;
@@ -27,53 +27,55 @@ struct Offload<'a, D: Device> {
     stream: &'a D::Stream,
     groups: &'a Resolved,
     sub_group_elems: usize,
-    param_dtype: DType,
+    arrays: StateArrays,
 }
 
-/// The settings of a [`ShardedAdamW`] to be; see [`ShardedAdamW::builder`].
+/// The settings of a [`ShardedOptimizer`] to be; see [`ShardedOptimizer::builder`].
 #[must_use = "`build` makes the optimizer"]
-pub struct AdamWBuilder<'a, D: Device> {
+pub struct OptimizerBuilder<'a, D: Device> {
     pool: &'a Pool<D>,
     kernels: Arc<dyn Kernels<D>>,
     stream: &'a D::Stream,
     config: OptimizerConfig,
     param_dtype: DType,
     groups: Option<&'a ParamGroups>,
-    remainders: bool,
+    rule: Option<Arc<dyn UpdateRule>>,
+    format: StateFormat,
     offloaded: Option<MakeOffloaded<D>>,
 }
 
-impl<D: Device> std::fmt::Debug for AdamWBuilder<'_, D> {
+impl<D: Device> std::fmt::Debug for OptimizerBuilder<'_, D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("AdamWBuilder")
+        f.debug_struct("OptimizerBuilder")
             .field("config", &self.config)
             .field("param_dtype", &self.param_dtype)
             .finish_non_exhaustive()
     }
 }
 
-impl<D: Device> ShardedAdamW<D> {
+impl<D: Device> ShardedOptimizer<D> {
     /// An optimizer with memory of `pool`, whose first operations are on `stream`. By default for
     /// fp32 parameters, with the default settings, state in memory of the device, and one group.
     pub fn builder<'a>(
         pool: &'a Pool<D>,
         kernels: Arc<dyn Kernels<D>>,
         stream: &'a D::Stream,
-    ) -> AdamWBuilder<'a, D> {
-        AdamWBuilder {
+    ) -> OptimizerBuilder<'a, D> {
+        OptimizerBuilder {
             pool,
             kernels,
             stream,
             config: OptimizerConfig::default(),
             param_dtype: DType::F32,
             groups: None,
-            remainders: false,
+            rule: None,
+            format: StateFormat::default(),
             offloaded: None,
         }
     }
 }
 
-impl<'a, D: Device> AdamWBuilder<'a, D> {
+impl<'a, D: Device> OptimizerBuilder<'a, D> {
     /// Sets the settings of the updates.
     pub fn config(mut self, config: OptimizerConfig) -> Self {
         self.config = config;
@@ -95,30 +97,40 @@ impl<'a, D: Device> AdamWBuilder<'a, D> {
         self
     }
 
-    /// For bf16 parameters: masters as a 16-bit remainder beside each parameter, 10 bytes of state
-    /// an element in place of 12, and 26 bytes of traffic an update in place of 28. Parameter and
-    /// remainder together have the bits of the fp32 master, and its updates are the same;
-    /// checkpoints load into either.
+    /// Sets the update rule of groups without another, in place of
+    /// [the settings' own](OptimizerConfig::rule).
+    pub fn rule(mut self, rule: Arc<dyn UpdateRule>) -> Self {
+        self.rule = Some(rule);
+        self
+    }
+
+    /// Sets the formats of masters and moments. Moments in another format than fp32 need
+    /// [`Self::offload`].
+    ///
+    /// [`Masters::Remainder`], for bf16 parameters: masters as a 16-bit remainder beside each
+    /// parameter, 10 bytes of Adam's state an element in place of 12, and 26 bytes of traffic an
+    /// update in place of 28. Parameter and remainder together have the bits of the fp32 master, and
+    /// its updates are the same; checkpoints load into either.
     ///
     /// The parameter is the master rounded to nearest, as without remainders, but a master exactly
     /// halfway between two parameters rounds away from zero and not to even. To even is impossible:
     /// 65,537 masters round to a parameter whose last bit is even, and 16 bits tell 65,536 apart.
     ///
-    /// [`ShardedAdamW::init_masters`] then accepts bf16 weights only, and
-    /// [`ShardedAdamW::write_state`] sets the parameters with the masters.
-    pub fn remainders(mut self, remainders: bool) -> Self {
-        self.remainders = remainders;
+    /// [`ShardedOptimizer::init_masters`] then accepts bf16 weights only, and
+    /// [`ShardedOptimizer::write_state`] sets the parameters with the masters.
+    pub fn format(mut self, format: StateFormat) -> Self {
+        self.format = format;
         self
     }
 
-    /// Allocates the state for `segments` and enqueues zeroing the moments. Masters are undefined
-    /// until [`ShardedAdamW::init_masters`].
+    /// Allocates the state for `segments` and enqueues zeroing the slots. Masters are undefined
+    /// until [`ShardedOptimizer::init_masters`].
     ///
     /// # Errors
     /// A setting is outside its range, the segments do not tile the state, the groups' runs do not
     /// tile the elements of the segments, the format does not fit the parameters, an allocation
     /// failed, or the file of offloaded state could not be made.
-    pub fn build(self, segments: Vec<Segment>) -> Result<ShardedAdamW<D>, OptimError> {
+    pub fn build(self, segments: Vec<Segment>) -> Result<ShardedOptimizer<D>, OptimError> {
         let Self {
             pool,
             kernels,
@@ -130,12 +142,17 @@ impl<'a, D: Device> AdamWBuilder<'a, D> {
         if !matches!(param_dtype, DType::F32 | DType::Bf16 | DType::F16) {
             return Err(OptimError::ParamDType { dtype: param_dtype });
         }
-        let format = Format::new(param_dtype, self.remainders, false)?;
+        if self.format.masters == Masters::Remainder && param_dtype != DType::Bf16 {
+            return Err(OptimError::Remainders { dtype: param_dtype });
+        }
         let mut controller = StepController::new(self.config)?;
         let config = controller.config();
         let one_group = ParamGroups::default();
         let groups = self.groups.unwrap_or(&one_group);
-        let groups = groups.resolve(config, &segments, check_segments(&segments)?)?;
+        let rule = self.rule.unwrap_or_else(|| config.rule());
+        let arrays = groups.arrays(&*rule, param_dtype, self.format);
+        let elems = check_segments(&segments)?;
+        let groups = groups.resolve(config, &rule, &arrays, &segments, elems)?;
         let sub_group_elems = config.sub_group_elems;
         controller.set_rates(groups.rates.clone());
 
@@ -146,23 +163,24 @@ impl<'a, D: Device> AdamWBuilder<'a, D> {
                 stream,
                 groups: &groups,
                 sub_group_elems,
-                param_dtype,
+                arrays,
             })?,
             None => {
                 let elems = groups.state_elems;
-                Pieces::on_device(pool, Arc::clone(&kernels), stream, elems, format.masters)?
+                Pieces::on_device(pool, Arc::clone(&kernels), stream, elems, arrays)?
             }
         };
 
         let workspace = |elems, dtype| pool.allocate(elems, dtype, Purpose::Workspace, stream);
         let shards: Vec<usize> = segments.iter().map(|s| s.counted.len()).collect();
         let scratch_elems = kernels.stats_scratch_elems(&shards);
-        let optim = ShardedAdamW {
+        let optim = ShardedOptimizer {
             state,
             is_updating: false,
             device: pool.device().clone(),
             kernels,
             controller,
+            format: self.format,
             param_dtype,
             // The sizes of a `GradStats` per unit and of a `StepScalars` per set of rates.
             stats: workspace(2 * segments.len(), DType::F64)?,
@@ -183,30 +201,28 @@ impl<'a, D: Device> AdamWBuilder<'a, D> {
     }
 }
 
-impl AdamWBuilder<'_, HostDevice> {
-    /// For a host that updates in place of a device (ZeRO-Offload, arXiv 2101.06840): state in host
-    /// memory or on NVMe, in the format of `options`, in place of [`Self::remainders`]. Gradients
-    /// and parameters are in host memory, which may be pinned. On NVMe the update of a unit is a
-    /// pipeline of transfers and launches, with the bits of the update in memory unless the format
-    /// rounds.
-    pub fn offload(mut self, options: OffloadOptions) -> Self {
+impl OptimizerBuilder<'_, HostDevice> {
+    /// For a host that updates in place of a device (ZeRO-Offload, arXiv 2101.06840): state in
+    /// pieces in host memory or on NVMe. Gradients and parameters are in host memory, which may be
+    /// pinned. On NVMe the update of a unit is a pipeline of transfers and launches, with the bits of
+    /// the update in memory unless the format rounds.
+    pub fn offload(mut self, home: StateHome) -> Self {
         self.offloaded = Some(Box::new(move |of: &Offload<'_, HostDevice>| {
-            let format = Format::new(of.param_dtype, options.remainder, options.bf16_moments)?;
             Pieces::offloaded(
                 of.pool,
                 Arc::clone(&of.kernels),
                 of.stream,
                 of.groups,
                 of.sub_group_elems,
-                format,
-                &options,
+                of.arrays.clone(),
+                &home,
             )
         }));
         self
     }
 }
 
-impl ShardedAdamW<HostDevice> {
+impl ShardedOptimizer<HostDevice> {
     /// The scratch file of state on NVMe, with its length, the bytes read and written so far, and
     /// its notices.
     #[cfg(target_os = "linux")]

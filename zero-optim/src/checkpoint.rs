@@ -2,7 +2,7 @@
 //!
 //! Why the optimizer reads and writes its own state: where a kind of state is depends on the dtype
 //! and the groups. The masters of fp32 training and of frozen elements are the parameters, and
-//! frozen moments have no memory; a checkpoint has zeros for them, so that it loads with other
+//! frozen slots have no memory; a checkpoint has zeros for them, so that it loads with other
 //! groups. `read_state` and `write_state` know this; `save`, `load` and a trainer's background save
 //! are loops over them.
 
@@ -17,7 +17,7 @@ use zero_ckpt::{
 };
 use zero_shard::{Layout, UnitLayout};
 
-use crate::{OptimError, Progress, ShardedAdamW, StateKind, StateRange};
+use crate::{OptimError, Progress, ShardedOptimizer, StateKind, StateRange};
 
 /// The key of the progress in the checkpoint's trainer document.
 const PROGRESS: &str = "progress";
@@ -86,11 +86,11 @@ pub enum CheckpointError {
     Ckpt(#[from] CkptError),
 }
 
-impl<D: Device> ShardedAdamW<D> {
-    /// Saves weights, moments and progress through `store`, together with the other ranks, at any
+impl<D: Device> ShardedOptimizer<D> {
+    /// Saves weights, slots and progress through `store`, together with the other ranks, at any
     /// stage. `meta` is the same on all ranks; its dtype is replaced by that of the parameters.
     /// [`SaveMeta::trainer`] is null or a JSON object of the caller's, to which the key `progress`
-    /// is added. Needs host memory for this rank's shard of the state, 12 bytes an element. To save
+    /// is added. Needs host memory for this rank's shard of the state, 4 bytes an element of each kind. To save
     /// in the background, pass [`Self::read_state`] to [`zero_ckpt::BackgroundStore`].
     ///
     /// # Errors
@@ -124,7 +124,7 @@ impl<D: Device> ShardedAdamW<D> {
         states.and_then(|_| Ok(published?))
     }
 
-    /// Loads weights, moments and progress from a checkpoint of any world size, stage and dtype,
+    /// Loads weights, slots and progress from a checkpoint of any world size, stage and dtype,
     /// and enqueues [`Self::write_params`]. The loss scale of a checkpoint of another dtype is not
     /// taken over. No communication. The caller's own part of the trainer's value is in
     /// [`Reader::manifest`].
@@ -212,7 +212,7 @@ impl<D: Device> ShardedAdamW<D> {
         let mut values = Vec::new();
         let len = self.segments()[unit].len();
 
-        for kind in StateKind::ALL {
+        for kind in self.kinds() {
             if kind != StateKind::Master && self.is_frozen(unit) {
                 continue;
             }
@@ -274,13 +274,14 @@ impl<D: Device> ShardedAdamW<D> {
         stream: &D::Stream,
         own: &RankParams<'_, impl AsRef<[(AnySlice, usize)]>>,
         limit: Duration,
-    ) -> Result<[Vec<f32>; 3], CheckpointError> {
+    ) -> Result<Vec<(StateKind, Vec<f32>)>, CheckpointError> {
         self.starts(own)?;
         self.check_count("params", own.params.len())?;
         let elems = own.layout.shard_elems() as usize;
-        let mut states = [const { Vec::new() }; 3];
+        let mut states = Vec::new();
 
-        for (kind, storage) in StateKind::ALL.into_iter().zip(&mut states) {
+        for kind in self.kinds() {
+            let mut storage = Vec::new();
             let bytes = 4 * elems as u64;
             storage
                 .try_reserve_exact(elems)
@@ -303,6 +304,7 @@ impl<D: Device> ShardedAdamW<D> {
                     limit,
                 )?;
             }
+            states.push((kind, storage));
         }
 
         Ok(states)
@@ -357,10 +359,10 @@ fn stage(
     step: u64,
     layout: &Layout,
     rank: u64,
-    states: &[Vec<f32>; 3],
+    states: &[(StateKind, Vec<f32>)],
 ) -> Result<zero_ckpt::StagedFile, CkptError> {
     let mut shard = ShardData::new(layout, rank)?;
-    for (kind, storage) in StateKind::ALL.into_iter().zip(states) {
+    for (kind, storage) in states {
         shard.storage_f32(kind.name(), storage)?;
     }
     store.stage(step, &shard)

@@ -8,18 +8,21 @@
 //! own shard, in fp64 and in an order fixed by the length; at stage 0, where it has all gradients,
 //! that of the shard that it would own. The contributions are added in rank order.
 
-use serde::{Deserialize, Serialize};
-use zero_kernels::step::{self, StepConfig, StepRates, StepRecord, StepState};
-use zero_kernels::{AdamHyper, RankStats, StepScalars};
+use std::sync::Arc;
 
-use crate::groups::RateRule;
-use crate::{LossScalerState, LossScaling, LrSchedule, OptimError};
+use serde::{Deserialize, Serialize};
+use zero_alloc::device::DType;
+use zero_kernels::step::{self, StepConfig, StepRates, StepRecord, StepState};
+use zero_kernels::{AdamHyper, RankStats, StepPoint, StepScalars, UpdateRule};
+
+use crate::groups::RateSet;
+use crate::{LossScalerState, LossScaling, LrSchedule, OptimError, StateArrays, StateFormat};
 
 /// Settings of the optimizer that all ranks share.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct OptimizerConfig {
-    /// Hyperparameters of Adam.
+    /// Hyperparameters of Adam, the update rule.
     pub hyper: AdamHyper,
     /// The base learning rate.
     pub lr: f64,
@@ -43,14 +46,7 @@ impl Default for OptimizerConfig {
     /// PyTorch's AdamW at a constant rate of 1e-3, without decay, clipping or scaling.
     fn default() -> Self {
         Self {
-            hyper: AdamHyper {
-                beta1: 0.9,
-                beta2: 0.999,
-                eps: 1e-8,
-                weight_decay: 0.0,
-                decoupled: true,
-                bias_correction: true,
-            },
+            hyper: AdamHyper::default(),
             lr: 1e-3,
             schedule: LrSchedule::Constant,
             max_grad_norm: 0.0,
@@ -106,13 +102,7 @@ impl OptimizerConfig {
             )
         };
 
-        let beta = |name, x: f64| {
-            OptimError::check((0.0..1.0).contains(&x), name, x, "at least 0, below 1")
-        };
-        beta("beta1", self.hyper.beta1)?;
-        beta("beta2", self.hyper.beta2)?;
-        from_zero("eps", self.hyper.eps)?;
-        from_zero("weight_decay", self.hyper.weight_decay)?;
+        self.hyper.check()?;
         from_zero("lr", self.lr)?;
         from_zero("max_grad_norm", self.max_grad_norm)?;
         OptimError::check(
@@ -126,15 +116,15 @@ impl OptimizerConfig {
         self.loss_scaling.check()
     }
 
-    /// The schedule's values at `position`.
-    pub(crate) fn rates(&self, position: u64) -> StepRates {
-        let AdamHyper { beta1, beta2, .. } = self.hyper;
-        let (beta1, beta2) = self.schedule.betas(position).unwrap_or((beta1, beta2));
-        StepRates {
-            lr: self.schedule.lr(self.lr, position),
-            beta1,
-            beta2,
-        }
+    /// The update rule: the only place that chooses one. An optimizer that is built may have
+    /// [another](crate::OptimizerBuilder::rule).
+    pub fn rule(&self) -> Arc<dyn UpdateRule> {
+        Arc::new(self.hyper)
+    }
+
+    /// The arrays of the rule's state, in `format`, for parameters of `param_dtype`.
+    pub fn arrays(&self, param_dtype: DType, format: StateFormat) -> StateArrays {
+        StateArrays::new([&*self.rule()], param_dtype, format)
     }
 
     /// The settings as [`zero_kernels::step`] reads them, for a table of rates that starts at
@@ -149,8 +139,7 @@ impl OptimizerConfig {
             max_grad_norm: self.max_grad_norm,
             min_scale: scaling.min_scale,
             window: scaling.window,
-            micro_batches: u32::try_from(micro_batches).unwrap_or(u32::MAX),
-            bias_correction: self.hyper.bias_correction.into(),
+            micro_batches: micro_batches as u64,
             first_position,
             dynamic: dynamic.into(),
             hysteresis: scaling.hysteresis,
@@ -202,7 +191,7 @@ const MAX_STEPS: u64 = 1 << 53;
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Progress {
-    /// Steps applied: Adam's `t` before the next step.
+    /// Steps applied: `t` of the update rule before the next step.
     pub adam_steps: u64,
     /// Position of the learning-rate schedule.
     pub schedule_position: u64,
@@ -320,7 +309,7 @@ pub struct StepController {
     config: OptimizerConfig,
     state: StepState,
     /// The rates of parameter groups; the first are the optimizer's own.
-    rates: Vec<RateRule>,
+    rates: Vec<RateSet>,
 }
 
 impl StepController {
@@ -334,15 +323,16 @@ impl StepController {
             config.loss_scaling.initial_scale(),
             config.loss_scaling.dynamic().1.hysteresis,
         );
+        let rates = vec![RateSet::own(&config.rule())];
         Ok(Self {
             config,
             state,
-            rates: vec![RateRule::OWN],
+            rates,
         })
     }
 
     /// Adds the rates of parameter groups.
-    pub(crate) fn set_rates(&mut self, rates: Vec<RateRule>) {
+    pub(crate) fn set_rates(&mut self, rates: Vec<RateSet>) {
         self.rates = rates;
     }
 
@@ -360,10 +350,21 @@ impl StepController {
         Ok(())
     }
 
-    /// The values of all sets of rates at `position`.
-    pub(crate) fn rates(&self, position: u64) -> impl Iterator<Item = StepRates> + '_ {
-        let own = self.config.rates(position);
-        self.rates.iter().map(move |rule| rule.apply(own))
+    /// The number of sets of rates.
+    pub(crate) fn rate_sets(&self) -> usize {
+        self.rates.len()
+    }
+
+    /// The values of all sets of rates, `ahead` applied steps from now.
+    pub(crate) fn rates(&self, ahead: u64) -> impl Iterator<Item = StepRates> + '_ {
+        let config = &self.config;
+        let position = self.state.schedule_position + ahead;
+        let own = StepPoint {
+            t: self.state.adam_steps + 1 + ahead,
+            lr: config.schedule.lr(config.lr, position),
+            betas: config.schedule.betas(position).map(<[f64; 2]>::from),
+        };
+        self.rates.iter().map(move |set| set.at(&own))
     }
 
     /// The settings.
@@ -447,7 +448,7 @@ impl StepController {
     }
 
     /// Advances by one step, from the statistics of all ranks in rank order. Returns the scalars of
-    /// the step's Adam launches, one for each set of rates, the optimizer's own first, and its
+    /// the step's updates, one for each set of rates, the optimizer's own first, and its
     /// outcome, which names units by `unit_names`.
     ///
     /// # Errors
@@ -466,7 +467,7 @@ impl StepController {
         let position = self.state.schedule_position;
         let mut state = self.state;
         let config = self.config.step_config(divisor, position);
-        let rates: Vec<StepRates> = self.rates(position).collect();
+        let rates: Vec<StepRates> = self.rates(0).collect();
         let mut scalars = vec![StepScalars::default(); rates.len()];
         let record = step::advance_step(ranks, &config, &rates, &mut state, &mut scalars);
         // This state is never halted, so `advance_step` returns a record.

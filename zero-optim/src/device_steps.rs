@@ -1,13 +1,13 @@
 //! Device steps: the host enqueues each step without waiting.
 //!
 //! Statistics are gathered in device memory, the kernel of [`zero_kernels::step`] computes the
-//! step, Adam's launches read its scalars, and a ring buffer stores each step's record until the
+//! step, updates read its scalars, and a ring buffer stores each step's record until the
 //! host reads it. So a step can be recorded into a graph and replayed.
 //!
 //! | buffer | bytes | purpose |
 //! |---|---|---|
 //! | control: config, state, all ranks' statistics, a ring of 64 records | 120 + 40 per rank + 6656 | `Workspace` |
-//! | rates of the next steps | 24 per step and set of learning rate and betas | `Workspace` |
+//! | rates of the next steps | 32 per step and set of learning rate and betas | `Workspace` |
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use zero_kernels::{AdvanceArgs, RankStats};
 
 use crate::controller::Divisor;
 use crate::pieces::view;
-use crate::{OptimError, ShardedAdamW, StepOutcome, UnitSlices};
+use crate::{OptimError, ShardedOptimizer, StepOutcome, UnitSlices};
 
 /// The capacity of the ring of records.
 const RECORDS: usize = 64;
@@ -36,7 +36,7 @@ pub struct DeviceStepConfig {
     /// The divisor of the gradients, which are sums over ranks, in all of these steps.
     pub divisor: Divisor,
     /// The number of steps whose learning rates and betas are uploaded. Steps beyond it are skipped
-    /// until [`ShardedAdamW::prepare_device_steps`] is called again.
+    /// until [`ShardedOptimizer::prepare_device_steps`] is called again.
     pub steps: usize,
 }
 
@@ -51,7 +51,7 @@ impl DeviceStepConfig {
         }
     }
 
-    /// Device memory of the buffers: 24 bytes per step and set of rates
+    /// Device memory of the buffers: 32 bytes per step and set of rates
     /// ([`ParamGroups::rate_sets`](crate::ParamGroups::rate_sets); 1 without groups), 40 per rank,
     /// and the config, the state and the records.
     pub const fn bytes(&self, rate_sets: usize) -> usize {
@@ -184,7 +184,7 @@ fn bytes<T>(slice: DeviceSlice<T>) -> AnySlice {
     }
 }
 
-impl<D: Device> ShardedAdamW<D> {
+impl<D: Device> ShardedOptimizer<D> {
     /// Uploads the settings, the state and the learning rates of the next `config.steps` steps,
     /// which [`Self::enqueue_rank_stats`], [`Self::enqueue_advance`] and [`Self::enqueue_update`] then
     /// enqueue. Call it again
@@ -218,9 +218,8 @@ impl<D: Device> ShardedAdamW<D> {
         let optim_config = self.controller.config();
         let state = *self.controller.state();
         let first = state.schedule_position;
-        let positions = first..first + config.steps as u64;
-        let rates: Vec<StepRates> = positions
-            .flat_map(|position| self.controller.rates(position))
+        let rates: Vec<StepRates> = (0..config.steps as u64)
+            .flat_map(|ahead| self.controller.rates(ahead))
             .collect();
         let control = Control {
             config: optim_config.step_config(config.divisor, first),
@@ -232,8 +231,8 @@ impl<D: Device> ShardedAdamW<D> {
             .as_ref()
             .is_none_or(|d| d.config != config)
         {
-            let device_steps =
-                DeviceSteps::new(pool, stream, config, self.controller.rates(0).count())?;
+            let rate_sets = self.controller.rate_sets();
+            let device_steps = DeviceSteps::new(pool, stream, config, rate_sets)?;
             self.free_device_steps();
             self.device_steps = Some(device_steps);
         }
@@ -372,7 +371,7 @@ impl<D: Device> ShardedAdamW<D> {
     ) -> Result<(), OptimError> {
         self.check_units(units)?;
         self.enter(stream)?;
-        self.enqueue_adam(stream, units)
+        self.enqueue_updates(stream, units.iter().enumerate())
     }
 
     /// Registers one step that was enqueued on `stream`, by a call or by a graph launch. Its record

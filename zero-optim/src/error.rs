@@ -2,7 +2,7 @@
 
 use zero_alloc::AllocError;
 use zero_alloc::device::{Cause, DType, DeviceError};
-use zero_kernels::KernelError;
+use zero_kernels::{KernelError, SettingError};
 
 /// An error of creating an optimizer or of a step.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -175,6 +175,19 @@ pub enum OptimError {
         what: &'static str,
         reason: String,
     },
+    /// The update rules have no slot of this name.
+    #[error("no state {kind}: the optimizer has {}", kinds.join(", "))]
+    NoState {
+        kind: &'static str,
+        /// The kinds that it has.
+        kinds: Vec<&'static str>,
+    },
+    /// A slot whose format launches cannot use as it is stored.
+    #[error("{slot} in another format than fp32 needs an optimizer that is offloaded")]
+    SlotOnDevice { slot: &'static str },
+    /// An update rule that needs whole parameters.
+    #[error("the update rule {rule} needs whole parameters, which is not supported yet")]
+    Grain { rule: &'static str },
     /// Masters as remainders of parameters that are not bf16.
     #[error("masters as 16-bit remainders need parameters of bf16, got {dtype}")]
     Remainders {
@@ -204,6 +217,16 @@ pub enum OptimError {
 impl From<zero_alloc::swap::SwapError> for OptimError {
     fn from(error: zero_alloc::swap::SwapError) -> Self {
         Self::Swap(Cause::new(error))
+    }
+}
+
+impl From<SettingError> for OptimError {
+    fn from(error: SettingError) -> Self {
+        Self::Setting {
+            setting: error.setting,
+            value: error.value,
+            rule: error.range,
+        }
     }
 }
 

@@ -1,19 +1,23 @@
-//! Where optimizer state is, and in which format.
+//! The arrays of optimizer state, their formats, and where they are.
 //!
 //! A **piece** is at most
 //! [`OptimizerConfig::sub_group_elems`](crate::OptimizerConfig::sub_group_elems) elements of one
-//! unit: its masters (or remainders), first and second moments, one after another.
+//! unit: its masters (or remainders) and each slot of the update rule, one after another.
 
+use std::fmt;
 use std::ops::Range;
 #[cfg(target_os = "linux")]
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use half::bf16;
+use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::SwapOptions;
+use zero_kernels::{Codec, Slot, UpdateRule};
 
-use crate::OptimError;
+use crate::StateKind;
 use crate::groups::Resolved;
 
 /// Elements of a piece if the settings have no sub-groups: 12 MB of masters and moments, which the
@@ -25,7 +29,8 @@ const PIECE_ALIGN_BYTES: usize = 4096;
 /// The parts of a piece start at multiples of this one.
 const PART_ALIGN_BYTES: usize = 64;
 
-/// The place of the state of an optimizer of the host.
+/// The place of the state of an optimizer of the host; see
+/// [`OptimizerBuilder::offload`](crate::OptimizerBuilder::offload).
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub enum StateHome {
@@ -46,109 +51,214 @@ pub enum StateHome {
     },
 }
 
-/// Home and format of the state of an optimizer of the host; see
-/// [`AdamWBuilder::offload`](crate::AdamWBuilder::offload).
-#[derive(Clone, Debug, Default)]
+/// The formats of an optimizer's state; see
+/// [`OptimizerBuilder::format`](crate::OptimizerBuilder::format). In JSON
+/// `{"remainder": false, "bf16_moments": false}`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Recorded", into = "Recorded")]
 #[non_exhaustive]
-pub struct OffloadOptions {
-    /// The place of the state.
-    pub home: StateHome,
-    /// Keeps the masters of bf16 parameters as 16-bit remainders: parameter and remainder together
-    /// have the bits of an fp32 master. The parameter is the master rounded to nearest, ties away
-    /// from zero; without remainders ties go to even.
-    pub remainder: bool,
-    /// Keeps the moments in bf16, rounded stochastically: to nearest, a second moment would not
-    /// fall, since a step changes it by less than half a unit in the last place. The random bits
-    /// follow from the step and the place in this rank's state, so a run has the same bits again,
-    /// but other bits at another stage, with other ranks or other frozen elements.
-    pub bf16_moments: bool,
+pub struct StateFormat {
+    /// The master weights of 16-bit parameters.
+    pub masters: Masters,
+    /// Running averages of gradients.
+    pub moments: Moments,
 }
-zero_alloc::setters!(OffloadOptions {
-    home: StateHome,
-    remainder: bool,
-    bf16_moments: bool
+zero_alloc::setters!(StateFormat {
+    masters: Masters,
+    moments: Moments
 });
 
-/// The masters of an optimizer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum MasterFormat {
-    /// The parameters are the masters.
-    Params,
+/// The format of master weights. As text: `fp32` or `remainder`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Masters {
+    /// fp32.
+    #[default]
     Fp32,
-    /// The low 16 bits of the masters, whose high bits are the bf16 parameters.
-    Remainders,
+    /// bf16 parameters with a 16-bit remainder: the same masters. The parameter is the master rounded
+    /// to nearest, ties away from zero; without remainders ties go to even.
+    Remainder,
 }
 
-/// The format of state.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Format {
-    pub(crate) masters: MasterFormat,
-    /// Whether moments are kept in bf16, and not in fp32.
-    pub(crate) bf16_moments: bool,
+/// The format of running averages of gradients. As text: `fp32` or `bf16`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Moments {
+    /// fp32.
+    #[default]
+    Fp32,
+    /// bf16, rounded stochastically, for an optimizer that is offloaded: to nearest, a second moment
+    /// would not fall, since a step changes it by less than half a unit in the last place. The
+    /// random bits follow from the step and the place in this rank's state, so a run has the same
+    /// bits again, but other bits at another stage, with other ranks or other frozen elements.
+    Bf16,
+}
+
+impl Moments {
+    /// The format of an array of them.
+    pub const fn codec(self) -> Codec {
+        match self {
+            Self::Fp32 => Codec::Fp32,
+            Self::Bf16 => Codec::Bf16,
+        }
+    }
+}
+
+/// Implements `Display` and `FromStr` by a table of names.
+macro_rules! names {
+    ($type:ident { $($variant:ident = $name:literal),* }) => {
+        impl $type {
+            /// All formats.
+            pub const ALL: &[Self] = &[$(Self::$variant),*];
+        }
+
+        impl fmt::Display for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(match self {
+                    $(Self::$variant => $name,)*
+                })
+            }
+        }
+
+        impl FromStr for $type {
+            type Err = String;
+
+            fn from_str(text: &str) -> Result<Self, String> {
+                let all = Self::ALL.iter();
+                let named = all.copied().find(|format| format.to_string() == text);
+                named.ok_or_else(|| {
+                    let names: Vec<_> = Self::ALL.iter().map(Self::to_string).collect();
+                    format!("expected {}", names.join(" or "))
+                })
+            }
+        }
+    };
+}
+names!(Masters { Fp32 = "fp32", Remainder = "remainder" });
+names!(Moments { Fp32 = "fp32", Bf16 = "bf16" });
+
+/// [`StateFormat`] in JSON, as runs of earlier versions recorded it.
+#[derive(Default, Serialize, Deserialize)]
+#[serde(default)]
+struct Recorded {
+    remainder: bool,
+    bf16_moments: bool,
+}
+
+impl From<Recorded> for StateFormat {
+    fn from(recorded: Recorded) -> Self {
+        Self {
+            masters: match recorded.remainder {
+                true => Masters::Remainder,
+                false => Masters::Fp32,
+            },
+            moments: match recorded.bf16_moments {
+                true => Moments::Bf16,
+                false => Moments::Fp32,
+            },
+        }
+    }
+}
+
+impl From<StateFormat> for Recorded {
+    fn from(format: StateFormat) -> Self {
+        Self {
+            remainder: format.masters == Masters::Remainder,
+            bf16_moments: format.moments == Moments::Bf16,
+        }
+    }
+}
+
+/// The arrays of an optimizer's state: the masters, and the slots of its update rules. Every formula
+/// of their memory asks them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StateArrays {
+    /// `None`: the parameters are the masters.
+    masters: Option<Codec>,
+    slots: Vec<Slot>,
+}
+
+impl StateArrays {
+    /// The arrays of `rules`, in `format`, for parameters of `param_dtype`. An element has all slots
+    /// that any rule has; rules share those of one name.
+    pub fn new<'a>(
+        rules: impl IntoIterator<Item = &'a dyn UpdateRule>,
+        param_dtype: DType,
+        format: StateFormat,
+    ) -> Self {
+        let mut slots: Vec<Slot> = Vec::new();
+        for slot in rules
+            .into_iter()
+            .flat_map(|rule| rule.slots(format.moments.codec()))
+        {
+            if slots.iter().all(|other| other.name != slot.name) {
+                slots.push(slot);
+            }
+        }
+        let masters = match (param_dtype, format.masters) {
+            (DType::F32, _) => None,
+            (_, Masters::Fp32) => Some(Codec::Fp32),
+            (_, Masters::Remainder) => Some(Codec::Remainders),
+        };
+        Self { masters, slots }
+    }
+
+    /// Bytes of the state of `elems` elements, without the parameters themselves.
+    pub fn bytes(&self, elems: usize) -> usize {
+        let slots = self.slots.iter().map(|slot| slot.codec.bytes(elems));
+        self.masters.map_or(0, |masters| masters.bytes(elems)) + slots.sum::<usize>()
+    }
+
+    /// Bytes of fp32 scratch for an update of `elems` elements: of the slots in other formats.
+    pub fn decoded_bytes(&self, elems: usize) -> usize {
+        let decoded = self.slots.iter().filter(|slot| slot.codec.is_decoded());
+        decoded.count() * Codec::Fp32.bytes(elems)
+    }
+
+    /// The kinds of state, in the order in which checkpoints have them.
+    pub fn kinds(&self) -> impl Iterator<Item = StateKind> + '_ {
+        let slots = self.slots.iter().map(|slot| StateKind::Slot(slot.name));
+        std::iter::once(StateKind::Master).chain(slots)
+    }
+
+    pub(crate) fn masters(&self) -> Option<Codec> {
+        self.masters
+    }
+
+    pub(crate) fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    /// The position of the slot with this name.
+    pub(crate) fn slot(&self, name: &str) -> Option<usize> {
+        self.slots.iter().position(|slot| slot.name == name)
+    }
+
+    /// The parts of a piece, in bytes from its start: the masters, and each slot.
+    pub(crate) fn parts(&self, elems: usize) -> Parts {
+        let mut end = 0_usize;
+        let mut part = |bytes: usize| {
+            let start = end.next_multiple_of(PART_ALIGN_BYTES);
+            end = start + bytes;
+            start..end
+        };
+        let masters = part(self.masters.map_or(0, |masters| masters.bytes(elems)));
+        let slots = self.slots.iter();
+        let slots = slots.map(|slot| part(slot.codec.bytes(elems))).collect();
+        Parts {
+            masters,
+            slots,
+            bytes: end.next_multiple_of(PIECE_ALIGN_BYTES),
+        }
+    }
 }
 
 /// The parts of a piece, in bytes from its start.
 pub(crate) struct Parts {
     pub(crate) masters: Range<usize>,
-    pub(crate) first_moment: Range<usize>,
-    pub(crate) second_moment: Range<usize>,
-}
-
-impl Format {
-    pub(crate) fn new(
-        param_dtype: DType,
-        remainder: bool,
-        bf16_moments: bool,
-    ) -> Result<Self, OptimError> {
-        let masters = match param_dtype {
-            DType::Bf16 if remainder => MasterFormat::Remainders,
-            _ if remainder => return Err(OptimError::Remainders { dtype: param_dtype }),
-            DType::F32 => MasterFormat::Params,
-            _ => MasterFormat::Fp32,
-        };
-        Ok(Self {
-            masters,
-            bf16_moments,
-        })
-    }
-
-    /// Bytes of an element's master.
-    pub(crate) fn master_bytes(self) -> usize {
-        match self.masters {
-            MasterFormat::Params => 0,
-            MasterFormat::Fp32 => size_of::<f32>(),
-            MasterFormat::Remainders => size_of::<i16>(),
-        }
-    }
-
-    /// Bytes of an element's moment.
-    pub(crate) fn moment_bytes(self) -> usize {
-        if self.bf16_moments {
-            size_of::<bf16>()
-        } else {
-            size_of::<f32>()
-        }
-    }
-
-    pub(crate) fn parts(self, elems: usize) -> Parts {
-        let mut end = 0_usize;
-        let mut part = |elem_bytes: usize| {
-            let start = end.next_multiple_of(PART_ALIGN_BYTES);
-            end = start + elems * elem_bytes;
-            start..end
-        };
-        Parts {
-            masters: part(self.master_bytes()),
-            first_moment: part(self.moment_bytes()),
-            second_moment: part(self.moment_bytes()),
-        }
-    }
-
-    /// Bytes of a piece.
-    pub(crate) fn piece_bytes(self, elems: usize) -> usize {
-        let end = self.parts(elems).second_moment.end;
-        end.next_multiple_of(PIECE_ALIGN_BYTES)
-    }
+    pub(crate) slots: Vec<Range<usize>>,
+    /// Bytes of the piece.
+    pub(crate) bytes: usize,
 }
 
 /// The ranges of the state storage that are pieces, in order.
@@ -172,4 +282,45 @@ pub(crate) fn cut(groups: &Resolved, sub_group_elems: usize) -> Vec<Range<usize>
         }
     }
     pieces
+}
+
+#[cfg(test)]
+mod tests {
+    use zero_kernels::AdamHyper;
+
+    use super::*;
+
+    #[test]
+    fn text_and_json_come_back() {
+        for masters in Masters::ALL {
+            assert_eq!(masters.to_string().parse(), Ok(*masters));
+            for moments in Moments::ALL {
+                assert_eq!(moments.to_string().parse(), Ok(*moments));
+                let format = StateFormat::default().masters(*masters).moments(*moments);
+                let json = serde_json::to_string(&format).unwrap();
+                assert_eq!(serde_json::from_str::<StateFormat>(&json).unwrap(), format);
+            }
+        }
+
+        let json = serde_json::to_string(&StateFormat::default()).unwrap();
+        assert_eq!(json, r#"{"remainder":false,"bf16_moments":false}"#);
+        assert_eq!(
+            "int8".parse::<Moments>(),
+            Err("expected fp32 or bf16".to_owned())
+        );
+    }
+
+    #[test]
+    fn bytes_follow_from_the_slots() {
+        let adam = AdamHyper::default();
+        let bytes = |dtype, masters, moments| {
+            let format = StateFormat { masters, moments };
+            StateArrays::new([&adam as &dyn UpdateRule], dtype, format).bytes(1)
+        };
+        assert_eq!(bytes(DType::F32, Masters::Fp32, Moments::Fp32), 8);
+        assert_eq!(bytes(DType::F16, Masters::Fp32, Moments::Fp32), 12);
+        assert_eq!(bytes(DType::Bf16, Masters::Remainder, Moments::Fp32), 10);
+        assert_eq!(bytes(DType::Bf16, Masters::Fp32, Moments::Bf16), 8);
+        assert_eq!(bytes(DType::Bf16, Masters::Remainder, Moments::Bf16), 6);
+    }
 }

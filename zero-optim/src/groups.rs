@@ -3,8 +3,8 @@
 //!
 //! Groups share one loss scale, one decision, one norm and one state. The *elements* are those of
 //! all segments, end to end. Runs map ranges of them to groups; neighbours with equal rules become
-//! one **piece**, and each piece is a launch or a part of one. Adam is element-wise, so the cuts do
-//! not change the results.
+//! one **piece**, and each piece is a launch or a part of one. Update rules are element-wise, so the
+//! cuts do not change the results.
 //!
 //! Why not an optimizer for each group: those have several loss scales that must agree, votes on a
 //! skipped step to merge, and state that no checkpoint takes as one. Here each distinct set of
@@ -13,10 +13,14 @@
 //! statistics, so that each unit still has one entry, which names it in an overflow on any rank.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use zero_alloc::device::DType;
 use zero_kernels::step::StepRates;
+use zero_kernels::{Codec, Grain, StepPoint, UpdateRule};
 
+use crate::format::{StateArrays, StateFormat};
 use crate::segments::Segment;
 use crate::{OptimError, OptimizerConfig};
 
@@ -30,7 +34,7 @@ pub struct GroupRules {
     /// Weight decay; `None`: that of the optimizer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
-    /// Adam's betas, at all positions of the schedule; `None`: those of the optimizer or its
+    /// Decay rates of the update rule, at all positions of the schedule; `None`: those of the optimizer or its
     /// schedule.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub betas: Option<[f64; 2]>,
@@ -116,7 +120,7 @@ pub struct GroupRun {
 }
 
 /// Parameter groups. Without runs, all elements have the optimizer's own rules.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct ParamGroups {
     /// The rules of each group.
     pub rules: Vec<GroupRules>,
@@ -125,6 +129,8 @@ pub struct ParamGroups {
     /// The position in `rules` of each parameter, by name, which ranks compare; may be empty. Runs
     /// cannot be compared, since a rank has those of its elements only.
     pub assigned: Vec<(String, usize)>,
+    /// The groups that have another update rule than the optimizer, by their position in `rules`.
+    pub updates: Vec<(usize, Arc<dyn UpdateRule>)>,
 }
 
 /// A range of a unit's elements with equal rules.
@@ -138,36 +144,52 @@ pub struct Piece {
     pub(crate) rules: usize,
 }
 
-/// The learning rate and betas of some groups.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct RateRule {
+/// A set of a step's scalars: an update rule with the learning rate and betas of some groups.
+#[derive(Clone, Debug)]
+pub(crate) struct RateSet {
+    rule: Arc<dyn UpdateRule>,
     lr_scale: f64,
     betas: Option<[f64; 2]>,
 }
 
-impl RateRule {
-    /// The optimizer's own.
-    pub(crate) const OWN: Self = Self {
-        lr_scale: 1.0,
-        betas: None,
-    };
+impl PartialEq for RateSet {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.rule, &other.rule)
+            && self.lr_scale == other.lr_scale
+            && self.betas == other.betas
+    }
+}
 
-    fn new(rules: &GroupRules, config: &OptimizerConfig) -> Self {
-        let own = [config.hyper.beta1, config.hyper.beta2];
-        let is_own = |betas: &[f64; 2]| *betas == own && config.schedule.betas(0).is_none();
+impl RateSet {
+    /// The optimizer's own.
+    pub(crate) fn own(rule: &Arc<dyn UpdateRule>) -> Self {
         Self {
+            rule: Arc::clone(rule),
+            lr_scale: 1.0,
+            betas: None,
+        }
+    }
+
+    fn new(rules: &GroupRules, rule: &Arc<dyn UpdateRule>, config: &OptimizerConfig) -> Self {
+        let is_own =
+            |betas: &[f64; 2]| Some(*betas) == rule.betas() && config.schedule.betas(0).is_none();
+        Self {
+            rule: Arc::clone(rule),
             lr_scale: rules.lr_scale,
             betas: rules.betas.filter(|betas| !is_own(betas)),
         }
     }
 
-    /// The rates where the optimizer's own are `own`.
-    pub(crate) fn apply(&self, own: StepRates) -> StepRates {
-        let [beta1, beta2] = self.betas.unwrap_or([own.beta1, own.beta2]);
-        StepRates {
+    /// The rates where the optimizer's own are those of `own`.
+    pub(crate) fn at(&self, own: &StepPoint) -> StepRates {
+        let point = StepPoint {
             lr: own.lr * self.lr_scale,
-            beta1,
-            beta2,
+            betas: self.betas.or(own.betas),
+            ..*own
+        };
+        StepRates {
+            lr: point.lr,
+            of_rule: self.rule.scalars(&point),
         }
     }
 }
@@ -177,7 +199,26 @@ impl RateRule {
 pub(crate) struct LaunchRules {
     /// The element of the step's scalars.
     pub(crate) scalars: usize,
+    /// The position in [`Resolved::updates`].
+    pub(crate) update: usize,
     pub(crate) weight_decay: f64,
+}
+
+/// An update rule, and its slots among those of the state.
+#[derive(Clone, Debug)]
+pub(crate) struct GroupUpdate {
+    pub(crate) rule: Arc<dyn UpdateRule>,
+    pub(crate) slots: Vec<usize>,
+}
+
+impl GroupUpdate {
+    fn new(rule: Arc<dyn UpdateRule>, arrays: &StateArrays) -> Self {
+        let slots = rule.slots(Codec::Fp32).into_iter();
+        Self {
+            slots: slots.filter_map(|slot| arrays.slot(slot.name)).collect(),
+            rule,
+        }
+    }
 }
 
 /// The pieces of all units, and the distinct rules.
@@ -189,8 +230,10 @@ pub(crate) struct Resolved {
     /// The pieces of each unit.
     pub(crate) pieces: Vec<Vec<Piece>>,
     pub(crate) launch_rules: Vec<LaunchRules>,
+    /// The update rules; the first is the optimizer's own.
+    pub(crate) updates: Vec<GroupUpdate>,
     /// One for each element of the step's scalars; the first is the optimizer's own.
-    pub(crate) rates: Vec<RateRule>,
+    pub(crate) rates: Vec<RateSet>,
     /// Elements of the state storage: those that are not frozen.
     pub(crate) state_elems: usize,
 }
@@ -208,11 +251,18 @@ impl ParamGroups {
                 .into_iter()
                 .map(|(elems, group)| GroupRun { elems, group })
                 .collect(),
-            assigned: Vec::new(),
+            ..Self::default()
         }
     }
 
-    /// Sets `assigned`, so that [`ShardedAdamW::agree`](crate::ShardedAdamW::agree) compares the
+    /// Updates the elements of `group` by `rule`. All elements have the slots of all rules.
+    #[must_use]
+    pub fn update(mut self, group: usize, rule: Arc<dyn UpdateRule>) -> Self {
+        self.updates.push((group, rule));
+        self
+    }
+
+    /// Sets `assigned`, so that [`ShardedOptimizer::agree`](crate::ShardedOptimizer::agree) compares the
     /// group of each parameter.
     #[must_use]
     pub fn assigned(mut self, groups: impl IntoIterator<Item = (String, usize)>) -> Self {
@@ -223,17 +273,94 @@ impl ParamGroups {
     /// The number of distinct sets of learning rate and betas, the optimizer's own included: the
     /// factor of [`DeviceStepConfig::bytes`](crate::DeviceStepConfig::bytes).
     pub fn rate_sets(&self, config: &OptimizerConfig) -> usize {
-        distinct(&self.rules, config).2.len()
+        self.distinct(&self.rules, &config.rule(), config)
+            .rates
+            .len()
+    }
+
+    /// The arrays of state for these groups and the optimizer's own rule.
+    pub(crate) fn arrays(
+        &self,
+        own: &dyn UpdateRule,
+        param_dtype: DType,
+        format: StateFormat,
+    ) -> StateArrays {
+        let others = self.updates.iter().map(|(_, rule)| &**rule);
+        StateArrays::new(std::iter::once(own).chain(others), param_dtype, format)
+    }
+
+    /// Checks the rules of groups, whose runs have `groups` groups.
+    fn check(&self, own: &Arc<dyn UpdateRule>, groups: usize) -> Result<(), OptimError> {
+        self.rules.iter().try_for_each(GroupRules::check)?;
+        check_update(own)?;
+        for (group, rule) in &self.updates {
+            let exists = *group < groups;
+            let what = "group of an update rule";
+            OptimError::check(exists, what, *group as f64, "the position of a group")?;
+            check_update(rule)?;
+        }
+        Ok(())
+    }
+
+    /// The update rule of a group.
+    fn update_of<'a>(
+        &'a self,
+        group: usize,
+        own: &'a Arc<dyn UpdateRule>,
+    ) -> &'a Arc<dyn UpdateRule> {
+        let mut updates = self.updates.iter().rev();
+        let other = updates.find(|(of, _)| *of == group);
+        other.map_or(own, |(_, rule)| rule)
+    }
+
+    /// The distinct rules of the groups `rules`.
+    fn distinct(
+        &self,
+        rules: &[GroupRules],
+        own: &Arc<dyn UpdateRule>,
+        config: &OptimizerConfig,
+    ) -> Distinct {
+        fn place<T>(all: &mut Vec<T>, value: T, same: impl Fn(&T, &T) -> bool) -> usize {
+            let at = all.iter().position(|other| same(other, &value));
+            at.unwrap_or_else(|| {
+                all.push(value);
+                all.len() - 1
+            })
+        }
+
+        let mut distinct = Distinct {
+            launch_of: Vec::new(),
+            launches: Vec::new(),
+            updates: vec![Arc::clone(own)],
+            rates: vec![RateSet::own(own)],
+        };
+        for (group, rules) in rules.iter().enumerate() {
+            if !rules.trainable {
+                distinct.launch_of.push(None);
+                continue;
+            }
+            let rule = self.update_of(group, own);
+            let rates = RateSet::new(rules, rule, config);
+            let launch = LaunchRules {
+                scalars: place(&mut distinct.rates, rates, PartialEq::eq),
+                update: place(&mut distinct.updates, Arc::clone(rule), Arc::ptr_eq),
+                weight_decay: rules.weight_decay.unwrap_or(rule.weight_decay()),
+            };
+            let launch = place(&mut distinct.launches, launch, PartialEq::eq);
+            distinct.launch_of.push(Some(launch));
+        }
+        distinct
     }
 
     /// Cuts the `elems` elements of `segments`, which tile them, into pieces.
     pub(crate) fn resolve(
         &self,
         config: &OptimizerConfig,
+        own_rule: &Arc<dyn UpdateRule>,
+        arrays: &StateArrays,
         segments: &[Segment],
         elems: usize,
     ) -> Result<Resolved, OptimError> {
-        self.rules.iter().try_for_each(GroupRules::check)?;
         let own = [GroupRun {
             elems: 0..elems,
             group: 0,
@@ -244,11 +371,18 @@ impl ParamGroups {
             _ => (&self.rules[..], &self.runs[..]),
         };
 
+        self.check(own_rule, rules.len())?;
         check_runs(runs, rules.len(), elems)?;
-        let (launch_of, launch_rules, rates) = distinct(rules, config);
+        for (group, rules) in rules.iter().enumerate() {
+            let [beta, _] = rules.betas.unwrap_or_default();
+            let rule = self.update_of(group, own_rule);
+            let known = rules.betas.is_none() || rule.betas().is_some();
+            OptimError::check(known, "betas", beta, "unset: the update rule has none")?;
+        }
+        let distinct = self.distinct(rules, own_rule, config);
         let mut cutter = Cutter {
             runs,
-            launch_of: &launch_of,
+            launch_of: &distinct.launch_of,
             next_run: 0,
             state_elems: 0,
         };
@@ -261,8 +395,13 @@ impl ParamGroups {
             rules: rules.to_vec(),
             assigned: self.assigned.clone(),
             pieces,
-            launch_rules,
-            rates,
+            launch_rules: distinct.launches,
+            updates: distinct
+                .updates
+                .into_iter()
+                .map(|rule| GroupUpdate::new(rule, arrays))
+                .collect(),
+            rates: distinct.rates,
             state_elems: cutter.state_elems,
         })
     }
@@ -373,38 +512,24 @@ impl Resolved {
     }
 }
 
-/// The launch rules of each group (`None`: frozen), the distinct launch rules, and the distinct
-/// rates.
-fn distinct(
-    rules: &[GroupRules],
-    config: &OptimizerConfig,
-) -> (Vec<Option<usize>>, Vec<LaunchRules>, Vec<RateRule>) {
-    fn place<T: PartialEq>(all: &mut Vec<T>, value: T) -> usize {
-        all.iter()
-            .position(|other| *other == value)
-            .unwrap_or_else(|| {
-                all.push(value);
-                all.len() - 1
-            })
+/// The distinct rules of groups.
+struct Distinct {
+    /// The launch rules of each group; `None` if it is frozen.
+    launch_of: Vec<Option<usize>>,
+    launches: Vec<LaunchRules>,
+    /// The first is the optimizer's own.
+    updates: Vec<Arc<dyn UpdateRule>>,
+    /// The first is the optimizer's own.
+    rates: Vec<RateSet>,
+}
+
+/// Checks the hyperparameters of a rule, and that it works on shards.
+fn check_update(rule: &Arc<dyn UpdateRule>) -> Result<(), OptimError> {
+    rule.check()?;
+    match rule.grain() {
+        Grain::Element => Ok(()),
+        _ => Err(OptimError::Grain { rule: rule.name() }),
     }
-
-    let mut launches = Vec::new();
-    let mut rates = vec![RateRule::OWN];
-    let of_group = rules.iter().map(|rules| {
-        rules.trainable.then(|| {
-            let scalars = place(&mut rates, RateRule::new(rules, config));
-            let weight_decay = rules.weight_decay.unwrap_or(config.hyper.weight_decay);
-            place(
-                &mut launches,
-                LaunchRules {
-                    scalars,
-                    weight_decay,
-                },
-            )
-        })
-    });
-
-    (of_group.collect(), launches, rates)
 }
 
 #[cfg(test)]
@@ -422,13 +547,23 @@ mod tests {
         ParamGroups {
             rules: rules.to_vec(),
             runs,
-            assigned: Vec::new(),
+            ..ParamGroups::default()
         }
+    }
+
+    fn resolve(
+        groups: &ParamGroups,
+        segments: &[Segment],
+        elems: usize,
+    ) -> Result<Resolved, OptimError> {
+        let config = OptimizerConfig::default();
+        let own = config.rule();
+        let arrays = groups.arrays(&*own, DType::F32, StateFormat::default());
+        groups.resolve(&config, &own, &arrays, segments, elems)
     }
 
     #[test]
     fn equal_neighbours_are_one_piece() {
-        let config = OptimizerConfig::default();
         let segments = [
             Segment::shard("a", 0..10),
             Segment::shard("b", 10..10),
@@ -459,7 +594,7 @@ mod tests {
             ],
         );
 
-        let resolved = all.resolve(&config, &segments, 16).unwrap();
+        let resolved = resolve(&all, &segments, 16).unwrap();
         let piece = |elems, state: Option<Range<usize>>, rules| Piece {
             elems,
             state,
@@ -487,9 +622,7 @@ mod tests {
         );
 
         // Without groups each unit is one piece.
-        let none = ParamGroups::default()
-            .resolve(&config, &segments, 16)
-            .unwrap();
+        let none = resolve(&ParamGroups::default(), &segments, 16).unwrap();
         assert_eq!(
             none.pieces,
             [
@@ -499,12 +632,11 @@ mod tests {
             ]
         );
 
-        assert_eq!(none.rates, [RateRule::OWN]);
+        assert_eq!(none.rates.len(), 1);
     }
 
     #[test]
     fn runs_must_tile_the_elements() {
-        let config = OptimizerConfig::default();
         let segments = [Segment::shard("a", 0..10)];
         let rules = [GroupRules::default(), GroupRules::frozen()];
         for runs in [
@@ -514,9 +646,7 @@ mod tests {
             &[(0..12, 0)],
             &[(1..10, 0)],
         ] {
-            let error = groups(&rules, runs)
-                .resolve(&config, &segments, 10)
-                .unwrap_err();
+            let error = resolve(&groups(&rules, runs), &segments, 10).unwrap_err();
             assert!(matches!(error, OptimError::Runs { .. }), "{error}");
         }
 
@@ -528,7 +658,7 @@ mod tests {
             &[(0..10, 0)],
         );
 
-        let error = bad.resolve(&config, &segments, 10).unwrap_err();
+        let error = resolve(&bad, &segments, 10).unwrap_err();
         assert_eq!(
             error.to_string(),
             "lr_scale is -1; it must be a finite number, 0 or above"

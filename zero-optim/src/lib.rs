@@ -1,6 +1,5 @@
 #![doc = include_str!("../README.md")]
 
-mod adamw;
 mod agreement;
 mod builder;
 #[cfg(feature = "ckpt")]
@@ -16,16 +15,15 @@ mod groups;
 #[doc = include_str!("../GUIDE.md")]
 pub mod guide {}
 mod loss_scale;
+mod optimizer;
 mod pieces;
-mod rounding;
 mod schedule;
 mod segments;
 mod state;
 mod update;
 
-pub use adamw::{GatheredStats, ShardedAdamW, StepInputs};
 pub use agreement::{AgreementError, RankSettings, agree};
-pub use builder::AdamWBuilder;
+pub use builder::OptimizerBuilder;
 #[cfg(feature = "ckpt")]
 pub use checkpoint::{CheckpointError, RankParams};
 pub use controller::{
@@ -33,9 +31,10 @@ pub use controller::{
 };
 pub use device_steps::{DeviceStepConfig, RankStatsSlices};
 pub use error::OptimError;
-pub use format::{OffloadOptions, StateHome};
+pub use format::{Masters, Moments, StateArrays, StateFormat, StateHome};
 pub use groups::{GroupRules, GroupRun, ParamGroups, Piece};
 pub use loss_scale::{DynamicScaling, LossScalerState, LossScaling};
+pub use optimizer::{GatheredStats, ShardedOptimizer, StepInputs};
 pub use schedule::{
     Decay, DecayCurve, LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay,
     WarmupType,

@@ -3,43 +3,49 @@
 //!
 //! | home | what a launch gets |
 //! |---|---|
-//! | memory of the device | any range: each kind of state has a block |
+//! | memory of the device | any range: each array has a block |
 //! | host memory | a piece |
 //! | a file on NVMe | a piece, in a buffer of a [`SwapRing`]: while one piece is updated, the next is read and the last is written |
 //!
 //! | buffer | bytes | purpose | when |
 //! |---|---|---|---|
-//! | masters, moments | all state | `Optimizer` | memory |
+//! | masters, slots | all state | `Optimizer` | memory |
 //! | buffers of the ring | `buffers` x the largest piece | `Workspace` | [`StateHome::Nvme`](crate::StateHome::Nvme) |
-//! | moments in fp32 | 8 x the elements of the largest piece | `Workspace` | [`OffloadOptions::bf16_moments`](crate::OffloadOptions::bf16_moments) |
+//! | slots in fp32 | 4 x the elements of the largest piece each | `Workspace` | slots that are decoded ([`Codec::is_decoded`](zero_kernels::Codec::is_decoded)) |
 //!
-//! Why a piece is read and written whole: masters and moments together are one list of requests and
-//! one buffer, updated in place, 12 bytes an element each way (6 in the smaller formats). DeepSpeed
+//! Why a piece is read and written whole: masters and slots together are one list of requests and
+//! one buffer, updated in place, 12 bytes an element of Adam each way (6 in the smaller formats). DeepSpeed
 //! moves the gradient with them, 16 bytes; here the caller has it.
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use half::bf16;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::{Held, SwapAccess, SwapParts, SwapRing};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_kernels::Kernels;
+use zero_kernels::{Codec, Kernels, Rounding};
 
-use crate::format::{Format, MasterFormat, OffloadOptions, StateHome, cut};
+use crate::OptimError;
+use crate::format::{StateArrays, StateHome, cut};
 use crate::groups::Resolved;
-use crate::rounding::round_stochastically;
-use crate::{OptimError, StateKind};
+
+/// An array of the state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Array {
+    Masters,
+    /// The slot at this position of [`StateArrays::slots`].
+    Slot(usize),
+}
 
 /// The access of operations to a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// They read one kind; other kinds have arbitrary values.
-    Read(StateKind),
-    /// They read and write all kinds.
+    /// They read one array; others have arbitrary values.
+    Read(Array),
+    /// They read and write all arrays.
     Update {
         /// Selects the random bits of stochastic rounding; `None` rounds to nearest.
         seed: Option<u64>,
@@ -48,7 +54,7 @@ pub(crate) enum Access {
 
 /// The masters of a piece.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Masters {
+pub(crate) enum MasterSlice {
     /// The parameters are the masters.
     Params,
     Fp32(DeviceSlice<f32>),
@@ -56,14 +62,33 @@ pub(crate) enum Masters {
     Remainders(DeviceSlice<i16>),
 }
 
+impl MasterSlice {
+    fn slice(self, range: Range<usize>) -> Self {
+        match self {
+            Self::Params => Self::Params,
+            Self::Fp32(masters) => Self::Fp32(masters.slice(range)),
+            Self::Remainders(rest) => Self::Remainders(rest.slice(range)),
+        }
+    }
+
+    /// The masters in memory that stores them in this format.
+    fn stored(codec: Option<Codec>, stored: AnySlice) -> Self {
+        match codec {
+            None => Self::Params,
+            Some(Codec::Remainders) => Self::Remainders(of_type(stored)),
+            Some(_) => Self::Fp32(of_type(stored)),
+        }
+    }
+}
+
 /// A range of the state in memory.
 #[derive(Clone, Debug)]
 pub(crate) struct PieceState {
     /// Its range of the state storage.
     pub(crate) state: Range<usize>,
-    pub(crate) masters: Masters,
-    pub(crate) first_moment: DeviceSlice<f32>,
-    pub(crate) second_moment: DeviceSlice<f32>,
+    pub(crate) masters: MasterSlice,
+    /// In fp32, in the order of [`StateArrays::slots`].
+    pub(crate) slots: Vec<DeviceSlice<f32>>,
 }
 
 impl PieceState {
@@ -80,13 +105,8 @@ impl PieceState {
     pub(crate) fn slice(&self, range: Range<usize>) -> Self {
         Self {
             state: self.state.start + range.start..self.state.start + range.end,
-            masters: match self.masters {
-                Masters::Params => Masters::Params,
-                Masters::Fp32(masters) => Masters::Fp32(masters.slice(range.clone())),
-                Masters::Remainders(rest) => Masters::Remainders(rest.slice(range.clone())),
-            },
-            first_moment: self.first_moment.slice(range.clone()),
-            second_moment: self.second_moment.slice(range),
+            masters: self.masters.slice(range.clone()),
+            slots: self.slots.iter().map(|s| s.slice(range.clone())).collect(),
         }
     }
 }
@@ -94,18 +114,18 @@ impl PieceState {
 /// All state of an optimizer.
 pub(crate) struct Pieces<D: Device> {
     kernels: Arc<dyn Kernels<D>>,
-    format: Format,
+    arrays: StateArrays,
     home: Home<D>,
-    /// The moments of a piece in fp32, if they are kept in bf16.
-    wide: Option<[Block<D>; 2]>,
+    /// The slots of a piece in fp32, where they are kept in another format.
+    decoded: Vec<Option<Block<D>>>,
 }
 
 enum Home<D: Device> {
-    /// Each kind of state in a block.
+    /// Each array in a block.
     Blocks {
         /// `None`: the parameters are the masters.
         masters: Option<Block<D>>,
-        moments: [Block<D>; 2],
+        slots: Vec<Block<D>>,
     },
     /// Pieces, one after another.
     Memory { places: Vec<Place>, block: Block<D> },
@@ -134,38 +154,39 @@ pub(crate) struct Overlap {
 }
 
 impl<D: Device> Pieces<D> {
-    /// State of `elems` elements in memory of the device. Enqueues zeroing the moments.
+    /// State of `elems` elements in memory of the device. Enqueues zeroing the slots, which launches
+    /// use as they are stored.
     pub(crate) fn on_device(
         pool: &Pool<D>,
         kernels: Arc<dyn Kernels<D>>,
         stream: &D::Stream,
         elems: usize,
-        masters: MasterFormat,
+        arrays: StateArrays,
     ) -> Result<Self, OptimError> {
-        let allocate = |dtype| pool.allocate(elems, dtype, Purpose::Optimizer, stream);
-        let format = Format {
-            masters,
-            bf16_moments: false,
+        let allocate = |codec: Codec| {
+            let dtype = codec.dtype();
+            pool.allocate(elems, dtype, Purpose::Optimizer, stream)
         };
-        let masters = match masters {
-            MasterFormat::Params => None,
-            MasterFormat::Fp32 => Some(allocate(DType::F32)?),
-            MasterFormat::Remainders => Some(allocate(DType::F16)?),
-        };
-        let moments = [allocate(DType::F32)?, allocate(DType::F32)?];
-        for block in &moments {
-            pool.device().fill_zero(stream, view(block))?;
+        let masters = arrays.masters().map(allocate).transpose()?;
+        let mut slots = Vec::new();
+        for slot in arrays.slots() {
+            if slot.codec.is_decoded() {
+                return Err(OptimError::SlotOnDevice { slot: slot.name });
+            }
+            let block = allocate(slot.codec)?;
+            pool.device().fill_zero(stream, view(&block))?;
+            slots.push(block);
         }
         Ok(Self {
             kernels,
-            format,
-            home: Home::Blocks { masters, moments },
-            wide: None,
+            arrays,
+            home: Home::Blocks { masters, slots },
+            decoded: Vec::new(),
         })
     }
 
-    pub(crate) fn format(&self) -> Format {
-        self.format
+    pub(crate) fn arrays(&self) -> &StateArrays {
+        &self.arrays
     }
 
     /// The kind of memory that the state is in.
@@ -179,7 +200,7 @@ impl<D: Device> Pieces<D> {
     }
 
     pub(crate) fn has_remainders(&self) -> bool {
-        self.format.masters == MasterFormat::Remainders
+        self.arrays.masters() == Some(Codec::Remainders)
     }
 
     /// Whether any range is a piece.
@@ -190,26 +211,24 @@ impl<D: Device> Pieces<D> {
     /// A range of the state, if any range is a piece.
     pub(crate) fn in_blocks(&self, state: Range<usize>) -> Option<PieceState> {
         match &self.home {
-            Home::Blocks { masters, moments } => of_blocks(masters.as_ref(), moments, state).ok(),
+            Home::Blocks { masters, slots } => {
+                of_blocks(&self.arrays, masters.as_ref(), slots, state).ok()
+            }
             _ => None,
         }
     }
 
     /// The blocks that operations of the optimizer's streams use.
     pub(crate) fn blocks(&mut self) -> impl Iterator<Item = &mut Block<D>> {
-        let (masters, moments, pieces) = match &mut self.home {
-            Home::Blocks { masters, moments } => (masters.as_mut(), Some(moments), None),
-            Home::Memory { block, .. } => (None, None, Some(block)),
+        let mut blocks: Vec<&mut Block<D>> = match &mut self.home {
+            Home::Blocks { masters, slots } => masters.iter_mut().chain(slots).collect(),
+            Home::Memory { block, .. } => vec![block],
             // The ring waits for its uses.
             #[cfg(target_os = "linux")]
-            Home::File { .. } => (None, None, None),
+            Home::File { .. } => Vec::new(),
         };
-        let wide = self.wide.iter_mut().flatten();
-        masters
-            .into_iter()
-            .chain(moments.into_iter().flatten())
-            .chain(pieces)
-            .chain(wide)
+        blocks.extend(self.decoded.iter_mut().flatten());
+        blocks.into_iter()
     }
 
     #[cfg(target_os = "linux")]
@@ -266,76 +285,68 @@ impl<D: Device> Pieces<D> {
         overlap: &Overlap,
         access: Access,
     ) -> Result<HeldPiece<'_, D>, OptimError> {
-        let memory = match &mut self.home {
-            Home::Blocks { masters, moments } => {
-                let piece = of_blocks(masters.as_ref(), moments, overlap.both.clone())?;
-                return Ok(HeldPiece::lasting(piece));
+        let decoder = Decoder {
+            kernels: &self.kernels,
+            stream,
+            arrays: &self.arrays,
+            decoded: &self.decoded,
+        };
+        match &mut self.home {
+            Home::Blocks { masters, slots } => {
+                let both = overlap.both.clone();
+                let piece = of_blocks(&self.arrays, masters.as_ref(), slots, both)?;
+                Ok(HeldPiece {
+                    piece,
+                    encoding: None,
+                    held: None,
+                    is_written: false,
+                })
             }
             Home::Memory { places, block } => {
                 let Place { state, at } = &places[overlap.index];
-                let bytes = self.format.piece_bytes(state.len());
-                Bytes {
-                    state: state.clone(),
-                    memory: view(block).slice(*at..at + bytes),
-                    held: None,
-                }
+                let bytes = self.arrays.parts(state.len()).bytes;
+                let memory = view(block).slice(*at..at + bytes);
+                decoder.piece(state.clone(), memory, None, access)
             }
             #[cfg(target_os = "linux")]
             Home::File { places, ring } => {
                 let state = places[overlap.index].state.clone();
-                if let Access::Read(kind) = access {
-                    let part = part_bytes(self.format, &state, &overlap.both, kind);
-                    let held = ring.acquire_range(stream, overlap.index, part)?;
-                    let wide = self.wide.as_ref();
-                    let values = Part {
-                        format: self.format,
-                        kind,
-                        state: overlap.both.clone(),
-                    };
-                    return values.held(&*self.kernels, stream, held, wide);
+                if let Access::Read(array) = access {
+                    let bytes = part_bytes(&self.arrays, &state, &overlap.both, array);
+                    let held = ring.acquire_range(stream, overlap.index, bytes)?;
+                    return decoder.array(overlap.both.clone(), held, array);
                 }
                 let held = ring.acquire(stream, overlap.index, SwapAccess::Update)?;
-                Bytes {
-                    state,
-                    // SAFETY: used by operations of `stream`, until the piece is released.
-                    memory: unsafe { held.bytes() },
-                    held: Some(held),
-                }
+                // SAFETY: used by operations of `stream`, until the piece is released.
+                let memory = unsafe { held.bytes() };
+                decoder.piece(state, memory, Some(held), access)
             }
-        };
-
-        memory.held(
-            self.format,
-            Arc::clone(&self.kernels),
-            stream,
-            self.wide.as_ref(),
-            access,
-        )
+        }
     }
 }
 
 impl Pieces<HostDevice> {
-    /// State of an optimizer of the host, in pieces, in the home and format of `options`.
+    /// State of an optimizer of the host, in pieces, in this home.
     pub(crate) fn offloaded(
         pool: &Pool<HostDevice>,
         kernels: Arc<dyn Kernels<HostDevice>>,
         stream: &HostStream,
         groups: &Resolved,
         sub_group_elems: usize,
-        format: Format,
-        options: &OffloadOptions,
+        arrays: StateArrays,
+        home: &StateHome,
     ) -> Result<Self, OptimError> {
         let mut places = Vec::new();
         let mut bytes = 0;
         for state in cut(groups, sub_group_elems) {
             let at = bytes;
-            bytes += format.piece_bytes(state.len());
+            bytes += arrays.parts(state.len()).bytes;
             places.push(Place { state, at });
         }
 
         let largest = places.iter().map(|place| place.state.len()).max();
 
-        let home = match &options.home {
+        let home = match home {
             StateHome::Memory => {
                 let block = pool.allocate(bytes, DType::U8, Purpose::Optimizer, stream)?;
                 pool.device().fill_zero(stream, view(&block))?;
@@ -350,7 +361,7 @@ impl Pieces<HostDevice> {
                 let host = pool.device();
                 let name = stream.name();
                 let limit = options.limit;
-                let bytes = |place: &Place| format.piece_bytes(place.state.len());
+                let bytes = |place: &Place| arrays.parts(place.state.len()).bytes;
                 let bytes: Vec<_> = places.iter().map(bytes).collect();
                 OptimError::check(*buffers > 0, "buffers", *buffers as f64, "at least 1")?;
                 let parts = SwapParts::create(host, name, dir, &bytes, options.clone())?;
@@ -359,21 +370,21 @@ impl Pieces<HostDevice> {
             }
         };
 
-        let moment = || {
+        let mut decoded = Vec::new();
+        for slot in arrays.slots() {
             let elems = largest.unwrap_or(0);
-            pool.allocate(elems, DType::F32, Purpose::Workspace, stream)
-        };
-
-        let wide = match format.bf16_moments {
-            true => Some([moment()?, moment()?]),
-            false => None,
-        };
+            let workspace = || pool.allocate(elems, DType::F32, Purpose::Workspace, stream);
+            decoded.push(match slot.codec.is_decoded() {
+                true => Some(workspace()?),
+                false => None,
+            });
+        }
 
         Ok(Self {
             kernels,
-            format,
+            arrays,
             home,
-            wide,
+            decoded,
         })
     }
 }
@@ -397,37 +408,28 @@ impl<D> InFile<'_, D> {
 /// [`HeldPiece::release`] may be lost.
 pub(crate) struct HeldPiece<'a, D: Device> {
     pub(crate) piece: PieceState,
-    narrowing: Option<Narrowing<D>>,
+    encoding: Option<Encoding<D>>,
     held: Option<InFile<'a, D>>,
     is_written: bool,
 }
 
-/// Rounding moments in fp32 to those of a piece.
-struct Narrowing<D: Device> {
+/// Encoding the slots of a piece that were decoded.
+struct Encoding<D: Device> {
     kernels: Arc<dyn Kernels<D>>,
     stream: D::Stream,
-    narrow: [DeviceSlice<bf16>; 2],
+    /// The format and the stored memory of each slot.
+    stored: Vec<(Codec, AnySlice)>,
     seed: Option<u64>,
 }
 
 impl<D: Device> HeldPiece<'_, D> {
-    /// A piece whose memory holds it.
-    fn lasting(piece: PieceState) -> Self {
-        Self {
-            piece,
-            narrowing: None,
-            held: None,
-            is_written: false,
-        }
-    }
-
     /// Ends the operations on the piece, and keeps what they wrote.
     pub(crate) fn release(self) -> Result<(), OptimError> {
         if !self.is_written {
             return Ok(());
         }
-        if let Some(narrowing) = &self.narrowing {
-            narrowing.enqueue(&self.piece)?;
+        if let Some(encoding) = &self.encoding {
+            encoding.enqueue(&self.piece)?;
         }
         if let Some(held) = self.held {
             held.write_back()?;
@@ -436,190 +438,160 @@ impl<D: Device> HeldPiece<'_, D> {
     }
 }
 
-impl<D: Device> Narrowing<D> {
+impl<D: Device> Encoding<D> {
     fn enqueue(&self, piece: &PieceState) -> Result<(), OptimError> {
-        let wide = [piece.first_moment, piece.second_moment];
-        for (kind, (narrow, wide)) in self.narrow.into_iter().zip(wide).enumerate() {
-            let Some(seed) = self.seed else {
-                let (wide, narrow) = (wide.erase(), narrow.erase());
-                self.kernels.cast(&self.stream, wide, narrow, 1.0)?;
+        let slots = self.stored.len() as u64;
+        for (nth, ((codec, stored), values)) in (0..).zip(self.stored.iter().zip(&piece.slots)) {
+            if !codec.is_decoded() {
                 continue;
+            }
+            let rounding = match self.seed {
+                None => Rounding::Nearest,
+                Some(seed) => Rounding::Stochastic {
+                    seed: seed.wrapping_mul(slots).wrapping_add(nth),
+                    first: piece.state.start as u64,
+                },
             };
-            let seed = seed.wrapping_mul(2).wrapping_add(kind as u64);
-            let first = piece.state.start as u64;
-            self.stream.enqueue_host("round moments", move || {
-                // SAFETY: host memory of the buffer beside the piece, which only this stream uses
-                // now.
-                let wide = unsafe { wide.as_host() };
-                // SAFETY: as above, of the piece itself.
-                let narrow = unsafe { narrow.as_host_mut() };
-                round_stochastically(wide, narrow, seed, first);
-                Ok(())
-            })?;
+            codec.encode(&*self.kernels, &self.stream, *values, *stored, rounding)?;
         }
         Ok(())
     }
 }
 
-/// A piece's bytes in memory.
-struct Bytes<'a, D: Device> {
-    state: Range<usize>,
-    memory: AnySlice,
-    held: Option<InFile<'a, D>>,
+/// What decodes the slots of a piece.
+struct Decoder<'a, D: Device> {
+    kernels: &'a Arc<dyn Kernels<D>>,
+    stream: &'a D::Stream,
+    arrays: &'a StateArrays,
+    decoded: &'a [Option<Block<D>>],
 }
 
-impl<'a, D: Device> Bytes<'a, D> {
-    /// The piece. Moments in bf16 are widened into `wide`, which operations of the stream use.
-    fn held(
-        self,
-        format: Format,
-        kernels: Arc<dyn Kernels<D>>,
-        stream: &D::Stream,
-        wide: Option<&[Block<D>; 2]>,
+impl<D: Device> Decoder<'_, D> {
+    /// A piece, whose bytes are `memory`.
+    fn piece<'h>(
+        &self,
+        state: Range<usize>,
+        memory: AnySlice,
+        held: Option<InFile<'h, D>>,
         access: Access,
-    ) -> Result<HeldPiece<'a, D>, OptimError> {
-        let elems = self.state.len();
-        let parts = format.parts(elems);
-        let masters = match format.masters {
-            MasterFormat::Params => Masters::Params,
-            MasterFormat::Fp32 => Masters::Fp32(typed(self.memory.slice(parts.masters), elems)),
-            MasterFormat::Remainders => {
-                Masters::Remainders(typed(self.memory.slice(parts.masters), elems))
-            }
-        };
+    ) -> Result<HeldPiece<'h, D>, OptimError> {
+        let elems = state.len();
+        let parts = self.arrays.parts(elems);
+        let masters = self.arrays.masters();
+        let of_masters = stored(memory.slice(parts.masters), masters.unwrap_or(Codec::Fp32));
 
-        let moments = [parts.first_moment, parts.second_moment];
-        let moments = moments.map(|part| self.memory.slice(part));
-        let (moments, narrowing) = match wide {
-            None => (moments.map(|bytes| typed(bytes, elems)), None),
-            Some(wide) => {
-                let narrow = moments.map(|bytes| typed::<bf16>(bytes, elems));
-                let [first, second] = wide;
-                let first = widen(&*kernels, stream, narrow[0], first)?;
-                let second = widen(&*kernels, stream, narrow[1], second)?;
-                let seed = match access {
-                    Access::Update { seed } => seed,
-                    Access::Read(_) => None,
-                };
-                let narrowing = Narrowing {
-                    kernels,
-                    stream: stream.clone(),
-                    narrow,
-                    seed,
-                };
-                ([first, second], Some(narrowing))
-            }
-        };
+        let mut of_slots = Vec::new();
+        let mut slots = Vec::new();
+        for (nth, (slot, part)) in self.arrays.slots().iter().zip(parts.slots).enumerate() {
+            let memory = stored(memory.slice(part), slot.codec);
+            slots.push(self.slot(nth, memory)?);
+            of_slots.push((slot.codec, memory));
+        }
 
-        let [first_moment, second_moment] = moments;
+        let encoding = match access {
+            Access::Update { seed } => Some(Encoding {
+                kernels: Arc::clone(self.kernels),
+                stream: self.stream.clone(),
+                stored: of_slots,
+                seed,
+            }),
+            Access::Read(_) => None,
+        };
         Ok(HeldPiece {
             piece: PieceState {
-                state: self.state,
-                masters,
-                first_moment,
-                second_moment,
+                state,
+                masters: MasterSlice::stored(masters, of_masters),
+                slots,
             },
-            narrowing,
-            held: self.held,
-            is_written: matches!(access, Access::Update { .. }),
+            is_written: encoding.is_some(),
+            encoding,
+            held,
         })
     }
-}
 
-/// The elements `state` of one kind, which alone were read from a file.
-#[cfg(target_os = "linux")]
-struct Part {
-    format: Format,
-    kind: StateKind,
-    state: Range<usize>,
-}
-
-#[cfg(target_os = "linux")]
-impl Part {
-    fn held<'a, D: Device>(
-        self,
-        kernels: &dyn Kernels<D>,
-        stream: &D::Stream,
-        held: Held<'a, D>,
-        wide: Option<&[Block<D>; 2]>,
-    ) -> Result<HeldPiece<'a, D>, OptimError> {
-        let elems = self.state.len();
-        // SAFETY: used by operations of `stream`, until the piece is released.
+    /// The elements `state` of one array, which alone were read from a file.
+    #[cfg(target_os = "linux")]
+    fn array<'h>(
+        &self,
+        state: Range<usize>,
+        held: Held<'h, D>,
+        array: Array,
+    ) -> Result<HeldPiece<'h, D>, OptimError> {
+        // SAFETY: used by operations of the stream, until the piece is released.
         let bytes = unsafe { held.bytes() };
-        let is_master = self.kind == StateKind::Master;
-        let none = typed::<f32>(bytes.slice(0..0), 0);
-
-        let (masters, moment) = match (is_master, self.format.masters, wide) {
-            (true, MasterFormat::Params, _) => (Masters::Params, none),
-            (true, MasterFormat::Fp32, _) => (Masters::Fp32(typed(bytes, elems)), none),
-            (true, MasterFormat::Remainders, _) => (Masters::Remainders(typed(bytes, elems)), none),
-            (false, _, None) => (Masters::Params, typed(bytes, elems)),
-            (false, _, Some([wide, _])) => {
-                let narrow = typed::<bf16>(bytes, elems);
-                (Masters::Params, widen(kernels, stream, narrow, wide)?)
+        let (masters, values) = match array {
+            Array::Masters => {
+                let codec = self.arrays.masters();
+                let memory = stored(bytes, codec.unwrap_or(Codec::Fp32));
+                let none = of_type(stored(bytes.slice(0..0), Codec::Fp32));
+                (MasterSlice::stored(codec, memory), none)
+            }
+            Array::Slot(nth) => {
+                let memory = stored(bytes, self.arrays.slots()[nth].codec);
+                (MasterSlice::Params, self.slot(nth, memory)?)
             }
         };
-
         Ok(HeldPiece {
             piece: PieceState {
-                state: self.state,
+                state,
                 masters,
-                first_moment: moment,
-                second_moment: moment,
+                slots: vec![values; self.arrays.slots().len()],
             },
-            narrowing: None,
+            encoding: None,
             held: Some(held),
             is_written: false,
         })
     }
+
+    /// Slot `nth` in fp32: the memory itself, or what it is decoded to.
+    fn slot(&self, nth: usize, memory: AnySlice) -> Result<DeviceSlice<f32>, OptimError> {
+        let Some(decoded) = &self.decoded[nth] else {
+            return Ok(of_type(memory));
+        };
+        let values = view(decoded).slice(0..memory.len()).typed()?;
+        let codec = self.arrays.slots()[nth].codec;
+        codec.decode(&**self.kernels, self.stream, memory, values)?;
+        Ok(values)
+    }
 }
 
-/// The bytes of the elements `range` of one kind, from the start of the piece `state`.
+/// The bytes of the elements `range` of one array, from the start of the piece `state`.
 #[cfg(target_os = "linux")]
 fn part_bytes(
-    format: Format,
+    arrays: &StateArrays,
     state: &Range<usize>,
     range: &Range<usize>,
-    kind: StateKind,
+    array: Array,
 ) -> Range<usize> {
-    let parts = format.parts(state.len());
-    let (part, elem_bytes) = match kind {
-        StateKind::Master => (parts.masters, format.master_bytes()),
-        StateKind::FirstMoment => (parts.first_moment, format.moment_bytes()),
-        StateKind::SecondMoment => (parts.second_moment, format.moment_bytes()),
+    let mut parts = arrays.parts(state.len());
+    let (part, codec) = match array {
+        Array::Masters => (parts.masters, arrays.masters()),
+        Array::Slot(nth) => (
+            parts.slots.swap_remove(nth),
+            Some(arrays.slots()[nth].codec),
+        ),
     };
-    let start = part.start + (range.start - state.start) * elem_bytes;
-    start..start + range.len() * elem_bytes
-}
-
-/// Enqueues casting moments to fp32 in `wide`.
-fn widen<D: Device>(
-    kernels: &dyn Kernels<D>,
-    stream: &D::Stream,
-    narrow: DeviceSlice<bf16>,
-    wide: &Block<D>,
-) -> Result<DeviceSlice<f32>, OptimError> {
-    let wide = view(wide).slice(0..narrow.len());
-    kernels.cast(stream, narrow.erase(), wide, 1.0)?;
-    Ok(wide.typed()?)
+    let bytes = |elems| codec.map_or(0, |codec| codec.bytes(elems));
+    let start = part.start + bytes(range.start - state.start);
+    start..start + bytes(range.len())
 }
 
 /// The range `state` of state in blocks.
 fn of_blocks<D: Device>(
+    arrays: &StateArrays,
     masters: Option<&Block<D>>,
-    moments: &[Block<D>; 2],
+    slots: &[Block<D>],
     state: Range<usize>,
 ) -> Result<PieceState, DeviceError> {
     let slice = |block| view(block).slice(state.clone());
     let masters = match masters.map(slice) {
-        None => Masters::Params,
-        Some(masters) if masters.dtype() == DType::F32 => Masters::Fp32(masters.typed()?),
-        Some(remainders) => Masters::Remainders(as_remainders(remainders)),
+        None => MasterSlice::Params,
+        Some(masters) => MasterSlice::stored(arrays.masters(), masters),
     };
+    let slots = slots.iter().map(|block| slice(block).typed());
     Ok(PieceState {
         masters,
-        first_moment: slice(&moments[0]).typed()?,
-        second_moment: slice(&moments[1]).typed()?,
+        slots: slots.collect::<Result<_, _>>()?,
         state,
     })
 }
@@ -628,18 +600,6 @@ fn of_blocks<D: Device>(
 fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
     start..a.end.min(b.end).max(start)
-}
-
-/// The 16-bit values as remainders.
-fn as_remainders(values: AnySlice) -> DeviceSlice<i16> {
-    debug_assert_eq!(
-        values.dtype(),
-        DType::F16,
-        "remainders are allocated as fp16"
-    );
-    // SAFETY: the same memory as integers of the same size, for which the maker of `values` made
-    // the same promises.
-    unsafe { DeviceSlice::from_raw_parts(values.as_ptr().cast(), values.len(), values.device()) }
 }
 
 /// Remainders as bytes.
@@ -655,16 +615,25 @@ pub(crate) fn remainder_bytes(remainders: DeviceSlice<i16>) -> AnySlice {
     }
 }
 
-/// The bytes as `elems` values of `T`.
-fn typed<T>(bytes: AnySlice, elems: usize) -> DeviceSlice<T> {
+/// The bytes as values that are stored in this format.
+fn stored(bytes: AnySlice, codec: Codec) -> AnySlice {
+    let dtype = codec.dtype();
+    let elems = bytes.len_bytes() / dtype.size_bytes();
+    // SAFETY: the same memory, initialised, at a multiple of the element's size from the aligned
+    // start of a block or buffer; the rest as for `bytes`.
+    unsafe { AnySlice::from_raw_parts(bytes.as_ptr(), elems, dtype, bytes.device()) }
+}
+
+/// The values as those of `T`, which has their size.
+fn of_type<T>(values: AnySlice) -> DeviceSlice<T> {
     assert_eq!(
-        bytes.len(),
-        elems * size_of::<T>(),
-        "a part of a piece has the bytes of its elements"
+        values.dtype().size_bytes(),
+        size_of::<T>(),
+        "a value's size"
     );
-    // SAFETY: initialised bytes of a block or buffer, at a multiple of the element's size from its
-    // aligned start, of a type of which all values are valid; the rest as for `bytes`.
-    unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), elems, bytes.device()) }
+    // SAFETY: the same memory, of a type of the same size and alignment, of which all values are
+    // valid: fp32, or remainders, which are allocated as fp16.
+    unsafe { DeviceSlice::from_raw_parts(values.as_ptr().cast(), values.len(), values.device()) }
 }
 
 /// The block as a slice, for the optimizer's launches.

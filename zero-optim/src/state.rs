@@ -4,42 +4,28 @@ use std::ops::Range;
 use std::time::Duration;
 
 use half::{bf16, f16};
-use serde::{Deserialize, Serialize};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice};
 use zero_kernels::host::{join, split};
 
-use crate::pieces::{Access, Masters, remainder_bytes};
-use crate::{OptimError, ShardedAdamW};
+use crate::pieces::{Access, Array, MasterSlice, remainder_bytes};
+use crate::{OptimError, ShardedOptimizer};
 
 /// A kind of optimizer state; each is fp32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum StateKind {
     /// The fp32 weights of bf16 or fp16 parameters.
     Master,
-    /// Adam's running mean of gradients.
-    FirstMoment,
-    /// Adam's running mean of squared gradients.
-    SecondMoment,
+    /// The slot of an update rule with this name, such as `first_moment`.
+    Slot(&'static str),
 }
 
 impl StateKind {
-    /// All kinds.
-    pub const ALL: [Self; 3] = [Self::Master, Self::FirstMoment, Self::SecondMoment];
-
-    /// The name in a checkpoint: `master`, `first_moment`, `second_moment`.
+    /// The name in a checkpoint: `master`, or that of the slot.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Master => "master",
-            Self::FirstMoment => "first_moment",
-            Self::SecondMoment => "second_moment",
+            Self::Slot(name) => name,
         }
-    }
-
-    /// The kind with this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 }
 
@@ -48,20 +34,20 @@ impl StateKind {
 pub struct StateRange {
     /// The kind.
     pub kind: StateKind,
-    /// The position of the unit in [`ShardedAdamW::segments`].
+    /// The position of the unit in [`ShardedOptimizer::segments`].
     pub unit: usize,
     /// The elements, relative to the segment's start.
     pub elems: Range<usize>,
 }
 
-impl<D: Device> ShardedAdamW<D> {
+impl<D: Device> ShardedOptimizer<D> {
     /// Reads a range of the state as fp32 and waits for it, at most `limit` for each copy. The
-    /// masters of fp32 training and of frozen elements are the parameters; the moments of frozen
+    /// masters of fp32 training and of frozen elements are the parameters; the slots of frozen
     /// elements are 0. `param` are all slices of the unit's parameter, as in
     /// [`UnitSlices::param`](crate::UnitSlices::param); masters that have no memory are 0.
     ///
     /// # Errors
-    /// No such unit or range, another length of `out`, slices that do not match the segment, or the
+    /// No such kind, unit or range, another length of `out`, slices that do not match the segment, or the
     /// stream failed.
     pub fn read_state(
         &mut self,
@@ -71,6 +57,7 @@ impl<D: Device> ShardedAdamW<D> {
         out: &mut [f32],
         limit: Duration,
     ) -> Result<(), OptimError> {
+        let array = self.array_of(range)?;
         let parts = self.state_parts(range, param, out.len())?;
         self.enter(stream)?;
         out.fill(0.0);
@@ -80,8 +67,8 @@ impl<D: Device> ShardedAdamW<D> {
 
         self.access_range(
             stream,
-            range,
-            Access::Read(range.kind),
+            (range, array),
+            Access::Read(array),
             |device, at, values| match values {
                 Values::Fp32(slice) => download(device, stream, slice.erase(), &mut out[at], limit),
                 Values::Remainders(rest, elems) => {
@@ -114,7 +101,7 @@ impl<D: Device> ShardedAdamW<D> {
     }
 
     /// Writes a range of the state and waits for it: the opposite of [`Self::read_state`]. Masters
-    /// of frozen elements are rounded to the dtype of the parameters; moments of frozen elements
+    /// of frozen elements are rounded to the dtype of the parameters; slots of frozen elements
     /// are not stored. After writing masters call [`Self::write_params`].
     ///
     /// # Errors
@@ -127,6 +114,7 @@ impl<D: Device> ShardedAdamW<D> {
         values: &[f32],
         limit: Duration,
     ) -> Result<(), OptimError> {
+        let array = self.array_of(range)?;
         let parts = self.state_parts(range, param, values.len())?;
         self.enter(stream)?;
         for (at, memory) in parts {
@@ -135,7 +123,7 @@ impl<D: Device> ShardedAdamW<D> {
 
         self.access_range(
             stream,
-            range,
+            (range, array),
             Access::Update { seed: None },
             |device, at, of_piece| match of_piece {
                 Values::Fp32(slice) => upload(device, stream, &values[at], slice.erase(), limit),
@@ -169,14 +157,14 @@ impl<D: Device> ShardedAdamW<D> {
     fn access_range(
         &mut self,
         stream: &D::Stream,
-        range: &StateRange,
+        (range, array): (&StateRange, Array),
         access: Access,
         mut run: impl FnMut(&D, Range<usize>, Values) -> Result<(), DeviceError>,
     ) -> Result<(), OptimError> {
-        let StateRange { kind, unit, elems } = range;
+        let StateRange { unit, elems, .. } = range;
         self.check_state()?;
         // The masters of fp32 training are the parameters.
-        if *kind == StateKind::Master && self.param_dtype == DType::F32 {
+        if array == Array::Masters && self.param_dtype == DType::F32 {
             return Ok(());
         }
         // Neighbouring trained elements have neighbouring state.
@@ -196,18 +184,15 @@ impl<D: Device> ShardedAdamW<D> {
                 let (of_state, of_piece) = piece.overlap(&state);
                 let in_unit = of_unit.start + of_state.start..of_unit.start + of_state.end;
                 let at = in_unit.start - elems.start..in_unit.end - elems.start;
-                let values = match (kind, piece.masters) {
-                    (StateKind::FirstMoment, _) => Values::Fp32(piece.first_moment.slice(of_piece)),
-                    (StateKind::SecondMoment, _) => {
-                        Values::Fp32(piece.second_moment.slice(of_piece))
-                    }
-                    (StateKind::Master, Masters::Fp32(masters)) => {
+                let values = match (array, piece.masters) {
+                    (Array::Slot(nth), _) => Values::Fp32(piece.slots[nth].slice(of_piece)),
+                    (Array::Masters, MasterSlice::Fp32(masters)) => {
                         Values::Fp32(masters.slice(of_piece))
                     }
-                    (StateKind::Master, Masters::Remainders(rest)) => {
+                    (Array::Masters, MasterSlice::Remainders(rest)) => {
                         Values::Remainders(rest.slice(of_piece), in_unit)
                     }
-                    (StateKind::Master, Masters::Params) => continue,
+                    (Array::Masters, MasterSlice::Params) => continue,
                 };
                 run(&self.device, at, values)?;
                 held.release()?;
@@ -215,6 +200,14 @@ impl<D: Device> ShardedAdamW<D> {
         }
 
         Ok(())
+    }
+
+    /// The array of a range.
+    fn array_of(&self, range: &StateRange) -> Result<Array, OptimError> {
+        self.array(range.kind).ok_or_else(|| OptimError::NoState {
+            kind: range.kind.name(),
+            kinds: self.kinds().into_iter().map(StateKind::name).collect(),
+        })
     }
 
     /// The parts of the range that are in the parameter, each with its place in the range.

@@ -3,24 +3,16 @@
 use std::ops::Range;
 
 use zero_alloc::device::{Device, DeviceKind, DeviceSlice};
-use zero_kernels::{AdamArgs, AdamHyper, Kernels, RemainderArgs, StepScalars};
+use zero_kernels::{Kernels, StepScalars, UpdateArgs, Weights};
 
-use crate::groups::LaunchRules;
-use crate::pieces::{Access, Masters, PieceState, Pieces};
+use crate::groups::{GroupUpdate, Resolved};
+use crate::pieces::{Access, MasterSlice, PieceState, Pieces};
 use crate::segments::{Launch, UnitSlices, launches};
-use crate::{OptimError, ShardedAdamW};
+use crate::{OptimError, ShardedOptimizer};
 
-impl<D: Device> ShardedAdamW<D> {
-    /// Enqueues the update, after the gradients. It reads the scalars from device memory in stream
-    /// order.
-    pub(crate) fn enqueue_adam(
-        &mut self,
-        stream: &D::Stream,
-        units: &[UnitSlices<'_, D>],
-    ) -> Result<(), OptimError> {
-        self.enqueue_updates(stream, units.iter().enumerate())
-    }
-
+impl<D: Device> ShardedOptimizer<D> {
+    /// Enqueues updates of `units`, after their gradients. They read the scalars from device memory
+    /// in stream order.
     pub(crate) fn enqueue_updates<'a>(
         &mut self,
         stream: &D::Stream,
@@ -60,8 +52,7 @@ impl<D: Device> ShardedAdamW<D> {
         let launcher = Launcher {
             kernels: &*self.kernels,
             scalars: self.scalars_slice(),
-            rules: &self.groups.launch_rules,
-            hyper: self.controller.config().hyper,
+            groups: &self.groups,
         };
 
         if !self.state.is_on_device() {
@@ -89,8 +80,7 @@ impl<D: Device> ShardedAdamW<D> {
 struct Launcher<'a, D: Device> {
     kernels: &'a dyn Kernels<D>,
     scalars: DeviceSlice<StepScalars>,
-    rules: &'a [LaunchRules],
-    hyper: AdamHyper,
+    groups: &'a Resolved,
 }
 
 impl<D: Device> Launcher<'_, D> {
@@ -144,53 +134,31 @@ impl<D: Device> Launcher<'_, D> {
         launch: &Launch,
         piece: &PieceState,
     ) -> Result<(), OptimError> {
-        let &Launch {
-            grad, param, rules, ..
-        } = launch;
-        let LaunchRules {
-            scalars,
-            weight_decay,
-        } = self.rules[rules];
-
-        let scalars = self.scalars.slice(scalars..scalars + 1);
-        let hyper = AdamHyper {
-            weight_decay,
-            ..self.hyper
+        let rules = &self.groups.launch_rules[launch.rules];
+        let param = launch.param;
+        let weights = match piece.masters {
+            MasterSlice::Fp32(master) => Weights::Fp32 {
+                master,
+                param_out: Some(param),
+            },
+            MasterSlice::Params => Weights::Fp32 {
+                master: param.typed()?,
+                param_out: None,
+            },
+            MasterSlice::Remainders(remainder) => Weights::Remainder {
+                param: param.typed()?,
+                remainder,
+            },
         };
 
-        let PieceState {
-            first_moment,
-            second_moment,
-            ..
-        } = *piece;
-
-        let (master, param_out) = match piece.masters {
-            Masters::Fp32(master) => (master, Some(param)),
-            Masters::Params => (param.typed::<f32>()?, None),
-            Masters::Remainders(remainder) => {
-                let args = RemainderArgs {
-                    param: param.typed()?,
-                    remainder,
-                    first_moment,
-                    second_moment,
-                    grad,
-                    scalars,
-                    hyper,
-                };
-                return Ok(self.kernels.adam_remainder(stream, args)?);
-            }
+        let GroupUpdate { rule, slots } = &self.groups.updates[rules.update];
+        let args = UpdateArgs {
+            weights,
+            slots: slots.iter().map(|slot| piece.slots[*slot]).collect(),
+            grad: launch.grad,
+            scalars: self.scalars.slice(rules.scalars..rules.scalars + 1),
+            weight_decay: rules.weight_decay,
         };
-
-        let args = AdamArgs {
-            master,
-            first_moment,
-            second_moment,
-            grad,
-            param_out,
-            scalars,
-            hyper,
-        };
-
-        Ok(self.kernels.adam(stream, args)?)
+        Ok(self.kernels.update(stream, rule, args)?)
     }
 }

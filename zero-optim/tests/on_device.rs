@@ -18,13 +18,20 @@ use zero_kernels::host::HostKernels;
 use zero_optim::{
     DeviceStepConfig, Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling,
     LrSchedule, OneCycle, OptimError, OptimizerConfig, ParamGroups, Progress, RankStats, Segment,
-    ShardedAdamW, StateKind, StepOutcome, UnitSlices,
+    ShardedOptimizer, StateKind, StepOutcome, UnitSlices,
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
 /// Elements of a rank's shard of each unit; the shards are adjacent.
 const SHARDS: [usize; 4] = [37, 0, if cfg!(miri) { 20 } else { 300 }, 5];
 const RANKS: usize = 2;
+
+/// The kinds of Adam's state.
+const KINDS: [StateKind; 3] = [
+    StateKind::Master,
+    StateKind::Slot("first_moment"),
+    StateKind::Slot("second_moment"),
+];
 
 struct Rig<D: Device> {
     pool: Pool<D>,
@@ -85,7 +92,7 @@ impl<D: Device> Rig<D> {
     }
 }
 
-fn scale_address<D: Device>(optim: &ShardedAdamW<D>) -> *mut f64 {
+fn scale_address<D: Device>(optim: &ShardedOptimizer<D>) -> *mut f64 {
     // SAFETY: never accessed.
     unsafe { optim.device_loss_scale() }.unwrap().as_ptr()
 }
@@ -97,7 +104,7 @@ fn view<D: Device>(block: &Block<D>) -> AnySlice {
 
 /// A rank's optimizer, parameters and gradients.
 struct Rank<D: Device> {
-    optim: ShardedAdamW<D>,
+    optim: ShardedOptimizer<D>,
     params: Block<D>,
     grads: Block<D>,
     loss: Block<D>,
@@ -158,7 +165,7 @@ impl<D: Device> Rank<D> {
         let kernels = Arc::clone(&rig.kernels);
         let stream = &rig.stream;
         let config = config.clone();
-        let mut optim = ShardedAdamW::builder(&rig.pool, kernels, stream)
+        let mut optim = ShardedOptimizer::builder(&rig.pool, kernels, stream)
             .config(config)
             .param_dtype(dtype)
             .groups(&rig.groups)
@@ -201,7 +208,7 @@ impl<D: Device> Rank<D> {
     /// Parameters and state.
     fn bits(&self, rig: &Rig<D>) -> Vec<Vec<u8>> {
         let mut all = vec![rig.read(view(&self.params))];
-        for kind in StateKind::ALL {
+        for kind in KINDS {
             // SAFETY: read on the stream that the optimizer is driven on.
             all.extend(unsafe { self.optim.state(kind) }.map(|s| rig.read(s.erase())));
         }

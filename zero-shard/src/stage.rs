@@ -91,17 +91,17 @@ impl Widths {
         optimizer_bytes: 12,
     };
 
-    /// Adam with parameters of `param_bytes` (4, or 2 for a 16-bit type) and `grad_accum_steps`
-    /// micro-batches per step.
-    pub fn adam(param_bytes: u64, grad_accum_steps: u64) -> Self {
-        match (param_bytes, grad_accum_steps) {
-            (2, 0 | 1) => Self::MIXED_ADAM,
-            (2, _) => Self::MIXED_ADAM_ACCUMULATING,
-            _ => Self {
-                param_bytes,
-                comm_grad_bytes: param_bytes,
-                ..Self::FP32_ADAM
+    /// Parameters of `param_bytes`, state of `optimizer_bytes` and `grad_accum_steps` micro-batches
+    /// per step: gradients of 16-bit parameters are accumulated in fp32.
+    pub fn new(param_bytes: u64, optimizer_bytes: u64, grad_accum_steps: u64) -> Self {
+        Self {
+            param_bytes,
+            comm_grad_bytes: param_bytes,
+            grad_bytes: match (param_bytes, grad_accum_steps) {
+                (2, 0 | 1) => 2,
+                _ => 4,
             },
+            optimizer_bytes,
         }
     }
 }

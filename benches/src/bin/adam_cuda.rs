@@ -12,6 +12,7 @@
 
 use std::io::{BufRead, Write};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::bf16;
@@ -20,8 +21,8 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memo
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::step::{StepConfig, StepRates, StepRecord, StepState};
 use zero_kernels::{
-    AdamArgs, AdamHyper, AdvanceArgs, Float, GradStats, Kernels, RankStats, RemainderArgs,
-    StepScalars,
+    AdamHyper, AdamScalars, AdvanceArgs, Float, GradStats, Kernels, RankStats, StepScalars,
+    UpdateArgs, UpdateRule, Weights,
 };
 
 type AnyError = Box<dyn std::error::Error>;
@@ -220,7 +221,6 @@ impl Shard {
             min_scale: 1.0,
             window: 1000,
             micro_batches: 1,
-            bias_correction: 1,
             first_position: 0,
             dynamic: 0,
             hysteresis: 1,
@@ -230,7 +230,7 @@ impl Shard {
         };
 
         let state = StepState::new(1.0, 1);
-        let scalars = StepScalars::new(1, 1e-4, &HYPER, 1.0);
+        let scalars = StepScalars::from(AdamScalars::new(1, 1e-4, &HYPER, 1.0));
         let mut image = vec![0u8; 8 * 256];
         let values = [
             bytemuck::bytes_of(&config),
@@ -246,8 +246,7 @@ impl Shard {
         let rates = vec![
             StepRates {
                 lr: 1e-4,
-                beta1: HYPER.beta1,
-                beta2: HYPER.beta2
+                of_rule: scalars.of_rule,
             };
             RATES
         ];
@@ -263,29 +262,32 @@ impl Shard {
     }
 
     fn adam(&self) -> Result<(), AnyError> {
-        let args = AdamArgs {
+        self.update(Weights::Fp32 {
             master: self.master.typed(self.elems),
-            first_moment: self.first_moment.typed(self.elems),
-            second_moment: self.second_moment.typed(self.elems),
-            grad: self.grad.typed::<bf16>(self.elems).erase(),
             param_out: Some(self.param.typed::<bf16>(self.elems).erase()),
-            scalars: self.control(5),
-            hyper: HYPER,
-        };
-        Ok(self.kernels.adam(&self.stream, args)?)
+        })
     }
 
     fn adam_remainder(&self) -> Result<(), AnyError> {
-        let args = RemainderArgs {
+        self.update(Weights::Remainder {
             param: self.param.typed(self.elems),
             remainder: self.remainder.typed(self.elems),
-            first_moment: self.first_moment.typed(self.elems),
-            second_moment: self.second_moment.typed(self.elems),
+        })
+    }
+
+    fn update(&self, weights: Weights) -> Result<(), AnyError> {
+        let args = UpdateArgs {
+            weights,
+            slots: vec![
+                self.first_moment.typed(self.elems),
+                self.second_moment.typed(self.elems),
+            ],
             grad: self.grad.typed::<bf16>(self.elems).erase(),
             scalars: self.control(5),
-            hyper: HYPER,
+            weight_decay: HYPER.weight_decay,
         };
-        Ok(self.kernels.adam_remainder(&self.stream, args)?)
+        let rule: Arc<dyn UpdateRule> = Arc::new(HYPER);
+        Ok(self.kernels.update(&self.stream, &rule, args)?)
     }
 
     /// All that decides a step, on the device.

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use half::bf16;
 use zero_kernels::host::{AdamSlices, Workers};
-use zero_kernels::{AdamHyper, Float, StepScalars};
+use zero_kernels::{AdamHyper, AdamScalars, Float};
 
 type AnyError = Box<dyn std::error::Error>;
 
@@ -63,7 +63,7 @@ fn step_of<W: Float, M: Float, G: Float, P: Float>(
         Vec::new()
     };
 
-    let scalars = StepScalars::new(10, 1e-3, &HYPER, 1.0);
+    let scalars = AdamScalars::new(10, 1e-3, &HYPER, 1.0);
     Box::new(move || {
         let slices = AdamSlices {
             weights: &mut weights[..],

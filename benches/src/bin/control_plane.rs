@@ -6,9 +6,8 @@
 //! as a rank's watcher does. The program prints a table (benches/README.md has the newest figures)
 //! and fails if a count breaks its law:
 //!
-//! - all ranks join, and agree on all calls;
-//! - a rank sends one report an interval, of at most [`REPORT_BYTES`]; only rank 0 also sends the
-//!   calls;
+//! - all ranks join;
+//! - a rank sends one report an interval, of at most [`REPORT_BYTES`];
 //! - a split costs one message of at most [`PLACE_BYTES`] for each rank;
 //! - of a mismatch, the rank whose call differs and rank 0 are named, on all ranks.
 
@@ -18,18 +17,17 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use zero_comm::CommError;
-use zero_comm::nccl::testing::clients::{Clients, Event, Script, Traffic, start_coordinator};
-use zero_comm::nccl::testing::free_port;
+use zero_comm::world::testing::clients::{Clients, Event, Script, Traffic, start_coordinator};
+use zero_comm::world::testing::free_port;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// Largest report: its length, the variant, a communicator, and four numbers of at most 10 bytes.
-const REPORT_BYTES: u64 = 4 + 1 + 5 + 4 * 10;
+/// Largest report of this program's clients: its length, the variant, a communicator, three numbers
+/// of at most 10 bytes, and a call with its hash.
+const REPORT_BYTES: u64 = 4 + 1 + 5 + 3 * 10 + 1 + 16 + 10;
 /// Largest answer to a split: its length, two variants, an option, two communicators, and three
 /// numbers.
 const PLACE_BYTES: u64 = 4 + 3 + 2 * 5 + 3 * 10;
-/// Largest serialized call of this program.
-const CALL_BYTES: u64 = 16;
 /// Largest time between a differing call and its error at all ranks.
 const MISMATCH_LIMIT: Duration = Duration::from_secs(2);
 /// Limit of a wait.
@@ -142,19 +140,15 @@ impl Drop for Coordinator {
 }
 
 /// Receives once; an error if a connection ended or the world failed, but for a mismatch.
-fn next<'a>(
-    clients: &mut Clients,
-    wait: Duration,
-    script: impl Fn(usize) -> &'a Script,
-) -> Result<Vec<(usize, Event)>> {
-    let events = clients.receive(wait, &script)?;
+fn next(clients: &mut Clients, wait: Duration) -> Result<Vec<(usize, Event)>> {
+    let events = clients.receive(wait)?;
     for (rank, event) in &events {
         match event {
             Event::Failed(CommError::Mismatch { .. }) => {}
             Event::Failed(error) => return Err(error.clone().into()),
             Event::Ended(cause) => {
                 // The coordinator sends the cause to the other ranks.
-                let later = clients.receive(Duration::from_secs(1), &script)?;
+                let later = clients.receive(Duration::from_secs(1))?;
                 let failed = later
                     .into_iter()
                     .find(|(_, event)| matches!(event, Event::Failed(_)));
@@ -169,14 +163,10 @@ fn next<'a>(
 }
 
 /// Receives until `done` of the events so far, for at most [`LIMIT`].
-fn receive<'a>(
-    clients: &mut Clients,
-    script: impl Fn(usize) -> &'a Script,
-    mut done: impl FnMut(usize, Event) -> bool,
-) -> Result<Duration> {
+fn receive(clients: &mut Clients, mut done: impl FnMut(usize, Event) -> bool) -> Result<Duration> {
     let begun = Instant::now();
     loop {
-        for (rank, event) in next(clients, Duration::from_millis(10), &script)? {
+        for (rank, event) in next(clients, Duration::from_millis(10))? {
             if done(rank, event) {
                 return Ok(begun.elapsed());
             }
@@ -209,16 +199,12 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
     let mut clients = Clients::connect(n, port)?;
     let mut joined = 0;
     let mut every = Duration::ZERO;
-    receive(
-        &mut clients,
-        |_| &script,
-        |_, event| {
-            if let Event::Joined(report_every) = event {
-                (joined, every) = (joined + 1, report_every);
-            }
-            joined == n
-        },
-    )?;
+    receive(&mut clients, |_, event| {
+        if let Event::Joined(report_every) = event {
+            (joined, every) = (joined + 1, report_every);
+        }
+        joined == n
+    })?;
 
     let join_s = begun.elapsed().as_secs_f64();
 
@@ -229,9 +215,6 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
     let total = steps as u64 * calls;
     let mut due: Vec<Instant> = vec![begun + every; n];
     let mut reports = 0u64;
-    let mut agreed = vec![0; n];
-    let mut all_reported = false;
-
     loop {
         let now = Instant::now();
         let pace = (now - begun).as_secs_f64() / step.as_secs_f64() * calls as f64;
@@ -240,40 +223,24 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
         }
         let ended = script.count() == total;
         for (rank, due) in due.iter_mut().enumerate() {
-            if now >= *due || ended && !all_reported {
+            if now >= *due || ended {
                 clients.report(rank, &script)?;
                 (*due, reports) = (now + every, reports + 1);
             }
         }
-        all_reported |= ended;
-        for (rank, event) in next(&mut clients, Duration::from_millis(5), |_| &script)? {
-            if let Event::Agreed(count) = event {
-                agreed[rank] = count;
-            }
-        }
-        let least = agreed.iter().copied().min().unwrap_or(0);
-        script.forget(least);
-        if least == total {
+        next(&mut clients, Duration::from_millis(5))?;
+        if ended {
             break;
         }
-        check(
-            begun.elapsed() < step * steps as u32 + LIMIT,
-            "all ranks agree on all calls",
-        )?;
     }
 
     let wall = begun.elapsed().as_secs_f64();
     let traffic = difference(clients.traffic(), before);
     let (cpu_after, resident_mib) = coordinator.usage()?;
-    let frames = total * CALL_BYTES / (1 << 14) + reports;
+    check(traffic.sent <= reports, "one message a report")?;
     check(
-        traffic.sent <= reports + frames,
-        "one message a report, and the calls of rank 0",
-    )?;
-    let most = reports * REPORT_BYTES + total * CALL_BYTES + frames * 32;
-    check(
-        traffic.sent_bytes <= most,
-        "a report's bytes, and those of the calls of rank 0",
+        traffic.sent_bytes <= reports * REPORT_BYTES,
+        "a report's bytes",
     )?;
     let seconds = wall.ceil() as u64 + 1;
     check(
@@ -290,21 +257,17 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
     }
     let mut wrong = None;
 
-    receive(
-        &mut clients,
-        |_| &script,
-        |rank, event| {
-            if let Event::Split(place) = event {
-                places += 1;
-                // The key is the reverse of the rank.
-                let size = (n + 1 - rank % 2) / 2;
-                if place != Some((size - 1 - rank / 2, size)) {
-                    wrong = Some(format!("rank {rank}: {place:?}"));
-                }
+    receive(&mut clients, |rank, event| {
+        if let Event::Split(place) = event {
+            places += 1;
+            // The key is the reverse of the rank.
+            let size = (n + 1 - rank % 2) / 2;
+            if place != Some((size - 1 - rank / 2, size)) {
+                wrong = Some(format!("rank {rank}: {place:?}"));
             }
-            places == n
-        },
-    )?;
+        }
+        places == n
+    })?;
 
     let split_ms = begun.elapsed().as_secs_f64() * 1e3;
     check(wrong.is_none(), &format!("places of the split: {wrong:?}"))?;
@@ -336,7 +299,7 @@ fn probe(n: usize, steps: usize, calls: u64, step: Duration) -> Result<()> {
                 clients.report(rank, of(rank))?;
             }
         }
-        for (_, event) in next(&mut clients, Duration::from_millis(5), of)? {
+        for (_, event) in next(&mut clients, Duration::from_millis(5))? {
             let Event::Failed(error) = event else {
                 continue;
             };

@@ -19,10 +19,10 @@ use zero_alloc::device::DType;
 use zero_comm::Solo;
 use zero_data::{DataSource, Dataset};
 use zero_models::{ModelConfig, ModelOptions};
-use zero_optim::OptimizerConfig;
+use zero_optim::{Masters, OptimizerConfig, StateFormat};
 use zero_shard::ZeroStage;
 use zero_trainer::{
-    Home, OffloadSettings, RankSummary, RunOptions, Settings, StateFormat, StepMetrics, run_on_cuda,
+    Home, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda,
 };
 
 type AnyError = Box<dyn std::error::Error>;
@@ -54,10 +54,11 @@ fn main() -> Result<(), AnyError> {
         Home::Device
     };
 
-    let format = StateFormat {
-        remainder: flags.iter().any(|f| f == "remainder"),
-        ..StateFormat::default()
+    let masters = match flags.iter().any(|f| f == "remainder") {
+        true => Masters::Remainder,
+        false => Masters::Fp32,
     };
+    let format = StateFormat::default().masters(masters);
 
     let settings = Settings {
         bucket_capacity_elems: 1 << 25,

@@ -13,8 +13,8 @@ use zero_alloc::swap::{SwapBuffer, SwapFile, SwapOptions};
 use zero_alloc::{Pool, Purpose};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Divisor, GatheredStats, OffloadOptions, OptimizerConfig, RankStats, Segment, ShardedAdamW,
-    StateHome, UnitSlices,
+    Divisor, GatheredStats, OptimizerConfig, RankStats, Segment, ShardedOptimizer, StateHome,
+    UnitSlices,
 };
 
 const LIMIT: Duration = Duration::from_secs(600);
@@ -124,7 +124,7 @@ fn fio(dir: &str, bytes: usize) -> Result<Duration, Box<dyn Error>> {
 /// An optimizer with its state in a file, bf16 parameters and gradients.
 struct Step {
     stream: HostStream,
-    optimizer: ShardedAdamW<HostDevice>,
+    optimizer: ShardedOptimizer<HostDevice>,
     grad: AnySlice,
     param: AnySlice,
 }
@@ -143,10 +143,10 @@ impl Step {
 
         let threads = std::thread::available_parallelism()?.get().div_ceil(4);
         let kernels = Arc::new(HostKernels::new(threads)?);
-        let optimizer = ShardedAdamW::builder(&pool, kernels, &stream)
+        let optimizer = ShardedOptimizer::builder(&pool, kernels, &stream)
             .config(OptimizerConfig::default().sub_group_elems(PIECE))
             .param_dtype(DType::Bf16)
-            .offload(OffloadOptions::default().home(home))
+            .offload(home)
             .build(vec![Segment::shard("all", 0..elems)])?;
 
         let buffer = |purpose| -> Result<AnySlice, Box<dyn Error>> {

@@ -7,7 +7,7 @@ use serde_json::Value;
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice};
 use zero_kernels::host::AdamSlices;
-use zero_kernels::{AdamHyper, StepScalars, reference};
+use zero_kernels::{AdamHyper, AdamScalars, reference};
 use zero_models::llama::config::{Family, LlamaConfig};
 use zero_models::llama::rope::{Rope, Scaling, Yarn};
 use zero_models::{GpuModel, ModelConfig, ModelOptions};
@@ -191,7 +191,7 @@ fn is_pytorchs(oracle: Oracle, steps: usize) {
         } else {
             1.0
         };
-        let scalars = StepScalars::new(step as u64 + 1, setting("lr"), &hyper, clip);
+        let scalars = AdamScalars::new(step as u64 + 1, setting("lr"), &hyper, clip);
         for ((unit, weights), moments) in masters.iter_mut().enumerate().zip(&mut moments) {
             let [first_moment, second_moment] = moments;
             let slices = AdamSlices {

@@ -8,7 +8,7 @@ use serde_json::Value;
 use zero_alloc::Purpose;
 use zero_alloc::device::{DType, Device, DeviceError};
 use zero_kernels::host::AdamSlices;
-use zero_kernels::{AdamHyper, StepScalars, reference};
+use zero_kernels::{AdamHyper, AdamScalars, reference};
 use zero_models::gpt2;
 use zero_models::gpt2::config::GptConfig;
 use zero_models::{ModelConfig, ModelOptions};
@@ -103,7 +103,7 @@ fn losses_in_fp32_are_pytorchs() {
             step + 1
         );
         let clip = if norm > 1.0 { 1.0 / (norm + 1e-6) } else { 1.0 };
-        let scalars = StepScalars::new(step as u64 + 1, 1e-3, &hyper, clip);
+        let scalars = AdamScalars::new(step as u64 + 1, 1e-3, &hyper, clip);
         for ((unit, weights), moments) in masters.iter_mut().enumerate().zip(&mut moments) {
             let [first_moment, second_moment] = moments;
             let slices = AdamSlices {

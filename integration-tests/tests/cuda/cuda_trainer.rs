@@ -15,12 +15,12 @@ use zero_data::{DataSource, Dataset};
 use zero_kernels::AdamHyper;
 use zero_models::hf::HfFolder;
 use zero_models::{ModelConfig, ModelOptions};
-use zero_optim::{DynamicScaling, LossScaling, LrSchedule, OptimizerConfig};
+use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Masters, OptimizerConfig, StateFormat};
 use zero_shard::ZeroStage;
 use zero_trainer::TrainError;
 use zero_trainer::{
-    Home, OffloadSettings, RankSummary, RunOptions, Settings, StateFormat, StepMetrics,
-    ValidationOptions, run_on_cuda, run_on_threads,
+    Home, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, ValidationOptions,
+    run_on_cuda, run_on_threads,
 };
 
 use crate::gpu::device;
@@ -589,10 +589,7 @@ fn weights(dir: &Path) -> Vec<u32> {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn remainders_have_the_bits_of_the_hosts() {
-    let format = StateFormat {
-        remainder: true,
-        bf16_moments: false,
-    };
+    let format = StateFormat::default().masters(Masters::Remainder);
 
     for (stage, graphs) in [(0, true), (3, false)] {
         let run = |optimizer, format, steps, graphs, saved: &Path, resume| {

@@ -8,7 +8,7 @@
 //!
 //! A type is closed if its members are its definition: ids, ranges and pieces (`ParamId`, `Move`),
 //! descriptions of a model and of a file's tensors (`ParamSpec`, `TensorCut`, `TensorEntry`), structs that
-//! kernels read (`StepScalars`), arguments and hyperparameters of one algorithm (`AdamArgs`,
+//! kernels read (`StepScalars`), arguments and hyperparameters of one algorithm (`AdamHyper`,
 //! DeepSpeed's schedules), and complete sets (`ZeroStage`, `Tier`, `SwapAccess`, `StepOutcome`, whose variants
 //! grow). fp8 will be two members of `DType`: zero-alloc does not compile until its methods know
 //! them, zero-comm refuses them until `CommDType` and so each back end knows them, kernels and
@@ -27,13 +27,13 @@ const CLOSED: [(&str, &str); 6] = [
     ("zero-alloc", "Polling Search SwapAccess"),
     (
         "zero-kernels",
-        "AdamArgs AdamHyper AdamSlices AdvanceArgs GradStats RankStats RemainderArgs RemainderSlices Segments Span \
-         StepConfig StepRates StepRecord StepScalars StepState",
+        "AdamHyper AdamScalars AdamSlices AdvanceArgs FloatSlice FloatSliceMut GradStats RankStats RemainderSlices Rounding \
+         Segments SettingError Slot Span StepConfig StepPoint StepRates StepRecord StepScalars StepState UpdateArgs UpdateSlices WeightSlices Weights",
     ),
     ("zero-comm", "Group Link Traffic"),
     (
         "zero-optim",
-        "Decay GroupRun OneCycle ParamGroups RangeTest RankParams Segment StateRange StepOutcome UnitSlices Warmup \
+        "Decay GroupRun OneCycle ParamGroups RangeTest RankParams Segment StateKind StateRange StepOutcome UnitSlices Warmup \
          WarmupCosine WarmupDecay",
     ),
     ("zero-ckpt", "Header ModelSpec StateSpec TensorEntry"),

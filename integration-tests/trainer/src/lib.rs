@@ -47,11 +47,11 @@ pub use exchange::RankExchange;
 pub use launch::{run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
 pub use mesh::MeshSettings;
 pub use model::{Grad, Model, ModelError, ModelRanks, Pass};
-pub use offload::settings::{Home, OffloadSettings, StateFormat};
+pub use offload::settings::{Home, OffloadSettings};
 pub use options::{
     NextToken, ReplicaChecks, RunOptions, SampleOptions, ValidationData, ValidationOptions,
 };
-pub use rank_bytes::{RankBytes, gathers, piece_elems, scratch_elems, wide_moments};
+pub use rank_bytes::{RankBytes, decoded_moments, gathers, piece_elems, scratch_elems};
 pub use saving::state::TrainerState;
 pub use schedule::{StepSchedule, record_on_device, record_on_host};
 pub use settings::Settings;

@@ -446,7 +446,7 @@ mod tests {
         };
 
         let layout = layout(2);
-        let widths = Widths::adam(2, 1);
+        let widths = Widths::MIXED_ADAM;
         let groups = groups.resolve(&layout, kind_of).unwrap();
         let block = &layout.units()[1];
 

@@ -9,7 +9,6 @@
 use serde::Serialize;
 use zero_alloc::device::DType;
 use zero_comm::{PlannedStep, plan_step};
-use zero_optim::StateKind;
 use zero_shard::{Layout, Tier};
 
 use crate::error::TrainError;
@@ -95,7 +94,7 @@ impl RankBytes {
             activations,
             buckets: buckets.checked_mul(widths.comm_grad_bytes)?,
             gathered: gathered.checked_mul(widths.param_bytes)?,
-            workspace: workspace.checked_add(wide_moments(settings, layout)?)?,
+            workspace: workspace.checked_add(decoded_moments(settings, layout)?)?,
             transfers: transfers(settings, layout)?,
             staging: staging(settings, layout, saves)?,
         })
@@ -142,7 +141,7 @@ impl RankBytes {
         Some(Self {
             state: parts.into_iter().try_fold(0, u64::checked_add)?,
             activations: if offload.activations { checkpoints } else { 0 },
-            workspace: wide_moments(settings, layout)?,
+            workspace: decoded_moments(settings, layout)?,
             transfers: transfers(settings, layout)?,
             staging: staging(settings, layout, saves)?,
             ..Self::default()
@@ -205,15 +204,14 @@ pub fn piece_elems(settings: &Settings, layout: &Layout) -> u64 {
         .unwrap_or(elems)
 }
 
-/// Bytes of the moments of a sub-group in fp32, if they are kept in bf16. `None`: more than 64 bits
-/// can count.
-pub fn wide_moments(settings: &Settings, layout: &Layout) -> Option<u64> {
-    let widens = settings.offload.updates_on_host() && settings.offload.format.bf16_moments;
-    piece_elems(settings, layout).checked_mul(if widens {
-        2 * size_of::<f32>() as u64
-    } else {
-        0
-    })
+/// Bytes of the moments of a sub-group in fp32, if they are kept in another format. `None`: more
+/// than 64 bits can count.
+pub fn decoded_moments(settings: &Settings, layout: &Layout) -> Option<u64> {
+    let of_elem = match settings.offload.updates_on_host() {
+        true => settings.optimizer_state().decoded_bytes(1),
+        false => 0,
+    };
+    piece_elems(settings, layout).checked_mul(of_elem as u64)
 }
 
 /// Buffers of sub-groups of optimizer state and of shards of units, if those are on NVMe.
@@ -251,7 +249,8 @@ fn staging(settings: &Settings, layout: &Layout, saves: bool) -> Option<u64> {
     } else {
         0
     };
-    saved.checked_mul((StateKind::ALL.len() * size_of::<f32>()) as u64)
+    let kinds = settings.optimizer_state().kinds().count();
+    saved.checked_mul((kinds * size_of::<f32>()) as u64)
 }
 
 /// The gathers of a step of stage 3: the most elements at once, and all of them.
@@ -286,12 +285,12 @@ pub fn gathers(
 pub(crate) mod tests {
 
     use zero_comm::PrefetchOptions;
-    use zero_optim::OptimizerConfig;
+    use zero_optim::{Masters, Moments, OptimizerConfig, StateFormat};
     use zero_shard::ZeroStage;
 
     use super::*;
     use crate::fixtures::{kind_of, passes, units};
-    use crate::offload::settings::{Home, StateFormat};
+    use crate::offload::settings::Home;
     use crate::units::SHARD_ALIGN_ELEMS;
 
     pub(crate) fn settings(stage: ZeroStage, offload: OffloadSettings) -> Settings {
@@ -337,10 +336,9 @@ pub(crate) mod tests {
                 ..none.clone()
             };
             assert_eq!(rank(stage, &host), on_device);
-            let remainder = StateFormat {
-                remainder: true,
-                bf16_moments: true,
-            };
+            let remainder = StateFormat::default()
+                .masters(Masters::Remainder)
+                .moments(Moments::Bf16);
             let small = rank(
                 stage,
                 &OffloadSettings {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use zero_alloc::device::DType;
 use zero_comm::PrefetchOptions;
-use zero_optim::OptimizerConfig;
+use zero_optim::{OptimizerConfig, StateArrays};
 use zero_shard::{AxisTraffic, GridLayout, Layout, ShardError, Widths, ZeroStage};
 
 use crate::error::TrainError;
@@ -149,10 +149,13 @@ impl Settings {
 
     /// Bytes per element, for the memory formulas.
     pub fn widths(&self) -> Widths {
-        let widths = Widths::adam(self.dtype.size_bytes() as u64, self.grad_accum_steps as u64);
-        Widths {
-            optimizer_bytes: self.offload.format.bytes(self.dtype != DType::F32),
-            ..widths
-        }
+        let state = self.optimizer_state().bytes(1);
+        let param = self.dtype.size_bytes();
+        Widths::new(param as u64, state as u64, self.grad_accum_steps as u64)
+    }
+
+    /// The arrays of the optimizer's state.
+    pub fn optimizer_state(&self) -> StateArrays {
+        self.optimizer.arrays(self.dtype, self.offload.format)
     }
 }

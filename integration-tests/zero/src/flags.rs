@@ -26,6 +26,11 @@ pub enum DTypeFlag {
 }
 
 impl DTypeFlag {
+    /// The flag of a type of parameters.
+    pub(crate) fn of(dtype: DType) -> Option<Self> {
+        Self::from_name(dtype.name())
+    }
+
     /// The flag of `name`: `fp32`, `bf16` or `fp16`.
     pub(crate) fn from_name(name: &str) -> Option<Self> {
         Self::from_str(name, false).ok()

@@ -13,6 +13,9 @@ use serde_json::Value;
 use tempfile::TempDir;
 use zero_models::ModelConfig;
 
+/// Two ranks on one GPU, unless later flags say otherwise.
+const CUDA: [&str; 5] = ["--device", "cuda", "--share-gpus", "--ranks", "2"];
+
 /// Timeout of a run, longer than any run takes.
 const LONG: Duration = Duration::from_secs(400);
 
@@ -57,10 +60,8 @@ fn finish(mut child: Child) -> Output {
 }
 
 fn text(output: &Output) -> String {
-    let (out, err) = (
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr),
-    );
+    let out = String::from_utf8_lossy(&output.stdout);
+    let err = String::from_utf8_lossy(&output.stderr);
     format!("{}\n{out}{err}", output.status)
 }
 
@@ -334,16 +335,7 @@ fn cuda_ranks_keep_the_choices_of_products() {
     };
 
     let train = |more: &[&str]| {
-        let args = [
-            "--device",
-            "cuda",
-            "--share-gpus",
-            "--ranks",
-            "2",
-            "--stage",
-            "3",
-        ];
-        let mut command = zero(dir.path(), &[&args[..], more].concat());
+        let mut command = zero(dir.path(), &[&CUDA[..], &["--stage", "3"], more].concat());
         command
             .env("ZERO_MATMUL_CACHE", &choices)
             .env_remove("ZERO_MATMUL_TIMING");
@@ -371,10 +363,7 @@ fn cuda_ranks_keep_the_choices_of_products() {
             (&first["loss"], &first["grad_norm"]),
             (&second["loss"], &second["grad_norm"])
         );
-        let (off, first) = (
-            off["loss"].as_f64().unwrap(),
-            first["loss"].as_f64().unwrap(),
-        );
+        let [off, first] = [off, first].map(|step| step["loss"].as_f64().unwrap());
         assert!((off - first).abs() <= 1e-4 * off.abs(), "{off} and {first}");
     }
 }
@@ -384,32 +373,13 @@ fn cuda_ranks_keep_the_choices_of_products() {
 fn cuda_ranks_replay_their_steps_with_the_same_bits() {
     for stage in ["0", "1", "2"] {
         let dir = temp();
-        let args = [
-            "--device",
-            "cuda",
-            "--share-gpus",
-            "--ranks",
-            "2",
-            "--stage",
-            stage,
-            "--steps",
-            "6",
-        ];
+        let args = ["--stage", stage, "--steps", "6"];
         // A save in progress advances during replayed steps.
         let saves = ["--checkpoint-every", "3", "--checkpoint"];
-        run(zero(
-            dir.path(),
-            &[&args[..], &saves, &["a", "--metrics", "plain"]].concat(),
-        ));
-        run(zero(
-            dir.path(),
-            &[
-                &args[..],
-                &saves,
-                &["b", "--metrics", "graphs", "--cuda-graph"],
-            ]
-            .concat(),
-        ));
+        for more in [&["plain"][..], &["graphs", "--cuda-graph"]] {
+            let outputs = [&saves[..], &[more[0], "--metrics"], more].concat();
+            run(zero(dir.path(), &[&CUDA[..], &args, &outputs].concat()));
+        }
         let (plain, graphs) = (steps(dir.path(), "plain"), steps(dir.path(), "graphs"));
         assert_eq!((plain.len(), graphs.len()), (6, 6));
         for (plain, graphs) in plain.iter().zip(&graphs) {
@@ -436,18 +406,13 @@ fn cuda_ranks_replay_their_steps_with_the_same_bits() {
 
 /// Starts a rank for each of `flags`, as another launcher does.
 fn launched(dir: &Path, flags: &[&[&str]]) -> Vec<Output> {
-    let port = std::net::TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port()
-        .to_string();
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port().to_string();
+    drop(free);
 
     let start = |(rank, more): (usize, &&[&str])| {
-        let mut command = zero(
-            dir,
-            &[&["--device", "cuda", "--share-gpus"], *more].concat(),
-        );
+        let args = [&["--device", "cuda", "--share-gpus"], *more].concat();
+        let mut command = zero(dir, &args);
         let rank = rank.to_string();
         let ranks = flags.len().to_string();
         command
@@ -497,62 +462,37 @@ fn cuda_ranks_of_other_settings_are_refused() {
 fn cuda_ranks_of_another_launcher_join_it() {
     let dir = temp();
     let outputs = launched(dir.path(), &[&[], &[]]);
-    assert!(
-        outputs.iter().all(|o| o.status.success()),
-        "{}{}",
-        text(&outputs[0]),
-        text(&outputs[1])
-    );
-    assert!(
-        text(&outputs[0]).contains("held by"),
-        "{}",
-        text(&outputs[0])
-    );
-    assert!(outputs[1].stdout.is_empty(), "{}", text(&outputs[1]));
+    let said = [0, 1].map(|rank| text(&outputs[rank]));
+    let succeeded = outputs.iter().all(|output| output.status.success());
+    assert!(succeeded && said[0].contains("held by"), "{said:?}");
+    assert!(outputs[1].stdout.is_empty(), "{said:?}");
 }
 
+/// Also of a replayed run, and of groups: a rank of one group ends the ranks of both, and is named
+/// by its number in the world.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_killed_rank_ends_the_run() {
-    killed_rank("3", &[]);
-}
-
-#[test]
-#[ignore = "needs a CUDA device"]
-fn cuda_killed_rank_ends_a_replayed_run() {
-    killed_rank("3", &["--cuda-graph", "--stage", "2"]);
-}
-
-/// A rank of one group ends the ranks of both, and is named by its number in the world.
-#[test]
-#[ignore = "needs a CUDA device"]
-fn cuda_killed_rank_ends_all_groups() {
-    let groups = ["--stage", "3", "--shard-group", "2"];
-    killed_rank("4", &groups);
-    let world = ["--shard-optimizer", "world"];
-    killed_rank("4", &[&groups[..], &world].concat());
-    killed_rank("4", &["--stage", "3", "--hpz", "2"]);
-    killed_rank("4", &["--stage", "2", "--ranks-per-node", "2"]);
+    for (ranks, flags) in [
+        ("3", "--stage 3"),
+        ("3", "--cuda-graph --stage 2"),
+        ("4", "--stage 3 --shard-group 2"),
+        ("4", "--stage 3 --shard-group 2 --shard-optimizer world"),
+        ("4", "--stage 3 --hpz 2"),
+        ("4", "--stage 2 --ranks-per-node 2"),
+    ] {
+        let flags: Vec<_> = flags.split(' ').collect();
+        killed_rank(ranks, &flags);
+    }
 }
 
 /// Kills rank 1 of `ranks`.
 fn killed_rank(ranks: &str, more: &[&str]) {
     let dir = temp();
-    let args = [
-        "--device",
-        "cuda",
-        "--share-gpus",
-        "--ranks",
-        ranks,
-        "--steps",
-        "100000",
-        "--metrics",
-        "m",
-    ];
-
-    let launcher = zero(dir.path(), &[&args[..], more].concat())
-        .spawn()
-        .unwrap();
+    let endless = ["--ranks", ranks, "--steps", "100000", "--metrics", "m"];
+    let on_gpu = ["--device", "cuda", "--share-gpus"];
+    let args = [&on_gpu[..], &endless, more].concat();
+    let launcher = zero(dir.path(), &args).spawn().unwrap();
     let begun = Instant::now();
     let steps = || std::fs::read_to_string(dir.path().join("m")).map_or(0, |m| m.lines().count());
 
@@ -564,13 +504,10 @@ fn killed_rank(ranks: &str, more: &[&str]) {
     let started: usize = ranks.parse().unwrap();
     let ranks = children(launcher.id());
     assert_eq!(ranks.len(), started);
-    assert!(
-        Command::new("kill")
-            .args(["-9", &ranks[1].to_string()])
-            .status()
-            .unwrap()
-            .success()
-    );
+    let kill = Command::new("kill")
+        .args(["-9", &ranks[1].to_string()])
+        .status();
+    assert!(kill.unwrap().success());
 
     let (killed, done) = (Instant::now(), steps());
     let output = finish(launcher);
@@ -594,56 +531,23 @@ fn killed_rank(ranks: &str, more: &[&str]) {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_ranks_say_what_is_wrong_once() {
-    let dir = temp();
-    let too_many = finish(
-        zero(dir.path(), &["--device", "cuda", "--ranks", "64"])
-            .spawn()
-            .unwrap(),
-    );
-    assert_eq!(too_many.status.code(), Some(2), "{}", text(&too_many));
-    assert!(
-        text(&too_many).contains("--share-gpus"),
-        "{}",
-        text(&too_many)
-    );
-
-    let args = [
-        "--device",
-        "cuda",
-        "--share-gpus",
-        "--ranks",
-        "2",
-        "--seq-len",
-        "65",
-    ];
-
-    let wrong = finish(zero(dir.path(), &args).spawn().unwrap());
-    assert_eq!(wrong.status.code(), Some(2), "{}", text(&wrong));
-    assert_eq!(
-        text(&wrong).matches("error: ").count(),
-        1,
-        "{}",
-        text(&wrong)
-    );
-    assert!(text(&wrong).contains("--seq-len 65"), "{}", text(&wrong));
-
-    let args = [
-        "--device",
-        "cuda",
-        "--ranks",
-        "1",
-        "--cuda-graph",
-        "--stage",
-        "3",
-    ];
-
-    let stage_3 = finish(zero(dir.path(), &args).spawn().unwrap());
-    assert_eq!(stage_3.status.code(), Some(2), "{}", text(&stage_3));
-    assert!(
-        text(&stage_3).contains("--cuda-graph: steps of stage 3 cannot be recorded"),
-        "{}",
-        text(&stage_3)
-    );
+    for (flags, named) in [
+        ("--ranks 64", "--share-gpus"),
+        ("--share-gpus --ranks 2 --seq-len 65", "--seq-len 65"),
+        (
+            "--ranks 1 --cuda-graph --stage 3",
+            "--cuda-graph: steps of stage 3 cannot be recorded",
+        ),
+    ] {
+        let dir = temp();
+        let flags: Vec<_> = flags.split(' ').collect();
+        let args = [&["--device", "cuda"], &flags[..]].concat();
+        let output = finish(zero(dir.path(), &args).spawn().unwrap());
+        let said = text(&output);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert_eq!(said.matches("error: ").count(), 1, "{said}");
+        assert!(said.contains(named), "{said}");
+    }
 }
 
 /// `zero plan` counts the memory of a GPU: activations and state to the byte, and the total but for

@@ -12,7 +12,7 @@ mod ending;
 mod place;
 
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 fn data(name: &str) -> String {
@@ -33,17 +33,8 @@ fn has_mpirun() -> bool {
 }
 
 fn train(ranks: usize, more: &[&str]) -> Vec<String> {
-    let mut args: Vec<String> = [
-        "train",
-        "--seq-len",
-        "32",
-        "--micro-batch",
-        "1",
-        "--clip",
-        "1",
-    ]
-    .map(String::from)
-    .to_vec();
+    let fixed = "train --seq-len 32 --micro-batch 1 --clip 1".split(' ');
+    let mut args: Vec<String> = fixed.map(String::from).collect();
 
     if !more.contains(&"--checkpoint") {
         args.push("--no-checkpoint".into());
@@ -65,13 +56,10 @@ fn train(ranks: usize, more: &[&str]) -> Vec<String> {
 fn mpirun(ranks: usize, folder: &Path) -> Command {
     let mut command = Command::new("mpirun");
     command.env("OMPI_MCA_orte_tmpdir_base", folder);
-    command.args([
-        "--allow-run-as-root",
-        "--oversubscribe",
-        "-n",
-        &ranks.to_string(),
-    ]);
-    command.arg(place::zero().get_program());
+    command.args(["--allow-run-as-root", "--oversubscribe", "-n"]);
+    command
+        .arg(ranks.to_string())
+        .arg(place::zero().get_program());
     command
 }
 
@@ -93,53 +81,40 @@ fn succeeds(output: &Output) {
     );
 }
 
+/// Also of groups, of the two levels of several machines (of which `mpirun` reports one, so a flag
+/// has their ranks), and of ranks that share sequences or have parts of each parameter: their
+/// communicators are splits of the world.
 #[test]
 fn the_losses_are_those_of_threads() {
     if !has_mpirun() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-
-    for ranks in [2, 4] {
-        for stage in ["0", "1", "2", "3"] {
+    let run = |ranks, flags: &str| {
+        let flags: Vec<_> = flags.split(' ').collect();
+        agree_with_threads(dir.path(), ranks, &flags);
+    };
+    for stage in ["0", "1", "2", "3"] {
+        for ranks in [2, 4] {
             for dtype in ["fp32", "bf16"] {
-                let more = ["--stage", stage, "--dtype", dtype];
-                agree_with_threads(dir.path(), ranks, &more);
+                run(ranks, &format!("--stage {stage} --dtype {dtype}"));
             }
         }
+        run(4, &format!("--stage {stage} --ranks-per-node 2"));
     }
-}
 
-/// Groups of ranks: their communicators are splits of the world.
-#[test]
-fn the_losses_of_groups_are_those_of_threads() {
-    if !has_mpirun() {
-        return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    let world = ["--shard-group", "2", "--shard-optimizer", "world"];
-    for (stage, groups) in [
-        ("1", &world[..2]),
-        ("2", &world),
-        ("3", &world[..2]),
-        ("3", &world),
-        ("3", &["--hpz", "2"]),
+    for flags in [
+        "--stage 1 --shard-group 2",
+        "--stage 2 --shard-group 2 --shard-optimizer world",
+        "--stage 3 --shard-group 2",
+        "--stage 3 --shard-group 2 --shard-optimizer world",
+        "--stage 3 --hpz 2",
+        "--stage 3 --ulysses 4 --dropout 0.1",
+        "--stage 2 --ulysses 2 --dropout 0.1",
+        "--stage 3 --tensor-parallel 2 --dropout 0.1 --activation-checkpointing --partition-activations",
+        "--stage 2 --tensor-parallel 2 --ulysses 2 --sequence-parallel",
     ] {
-        agree_with_threads(dir.path(), 4, &[&["--stage", stage], groups].concat());
-    }
-}
-
-/// Two levels: their communicators are splits of the world, too. `mpirun` reports one machine, so the
-/// flag has its ranks.
-#[test]
-fn the_losses_of_two_levels_are_those_of_threads() {
-    if !has_mpirun() {
-        return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    for stage in ["0", "1", "2", "3"] {
-        let more = ["--stage", stage, "--ranks-per-node", "2"];
-        agree_with_threads(dir.path(), 4, &more);
+        run(4, flags);
     }
 }
 
@@ -194,34 +169,6 @@ fn ranks_agree_on_the_route_of_collectives() {
     );
 }
 
-/// Ranks that share sequences: their communicator is a split of the world, too.
-#[test]
-fn the_losses_of_shared_sequences_are_those_of_threads() {
-    if !has_mpirun() {
-        return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    for (stage, share) in [("3", "4"), ("2", "2")] {
-        let more = ["--stage", stage, "--ulysses", share, "--dropout", "0.1"];
-        agree_with_threads(dir.path(), 4, &more);
-    }
-}
-
-/// Ranks that have a part of each parameter, alone and with the other axes.
-#[test]
-fn the_losses_of_parts_are_those_of_threads() {
-    if !has_mpirun() {
-        return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    let partitions = "--activation-checkpointing --partition-activations --dropout 0.1";
-    for (stage, more) in [("3", partitions), ("2", "--ulysses 2 --sequence-parallel")] {
-        let flags: Vec<&str> = more.split(' ').collect();
-        let more = [&["--stage", stage, "--tensor-parallel", "2"], &flags[..]].concat();
-        agree_with_threads(dir.path(), 4, &more);
-    }
-}
-
 /// Asserts that the processes of `mpirun` have the losses of threads.
 fn agree_with_threads(dir: &Path, ranks: usize, more: &[&str]) {
     let files =
@@ -240,6 +187,18 @@ fn agree_with_threads(dir: &Path, ranks: usize, more: &[&str]) {
     );
 }
 
+fn verify(ckpt: &str) {
+    let mut verify = place::zero();
+    succeeds(&verify.args(["ckpt", "verify", ckpt]).output().unwrap());
+}
+
+/// The child processes of `run`.
+fn children(run: &Child) -> String {
+    let mut list = Command::new("pgrep");
+    let found = list.args(["-P", &run.id().to_string()]).output().unwrap();
+    String::from_utf8(found.stdout).unwrap()
+}
+
 #[test]
 fn a_killed_rank_ends_the_run() {
     if !has_mpirun() {
@@ -249,17 +208,8 @@ fn a_killed_rank_ends_the_run() {
     let metrics = dir.path().join("metrics");
     let path = metrics.display().to_string();
 
-    let args = train(
-        3,
-        &[
-            "--steps",
-            "1000000",
-            "--time-limit",
-            "20",
-            "--metrics",
-            &path,
-        ],
-    );
+    let args = ["--steps", "1000000", "--time-limit", "20"];
+    let args = train(3, &[&args[..], &["--metrics", &path]].concat());
 
     let mut run = mpirun(3, dir.path())
         .args(args)
@@ -274,20 +224,11 @@ fn a_killed_rank_ends_the_run() {
         std::thread::sleep(Duration::from_millis(50));
     }
 
-    let ranks = Command::new("pgrep")
-        .args(["-P", &run.id().to_string()])
-        .output()
-        .unwrap();
-    let ranks = String::from_utf8(ranks.stdout).unwrap();
+    let ranks = children(&run);
     let victim = ranks.lines().last().expect("mpirun has children");
 
-    assert!(
-        Command::new("kill")
-            .args(["-9", victim])
-            .status()
-            .unwrap()
-            .success()
-    );
+    let killed = Command::new("kill").args(["-9", victim]).status();
+    assert!(killed.unwrap().success());
 
     let deadline = Instant::now() + Duration::from_secs(30);
     let status = loop {
@@ -399,17 +340,9 @@ fn failed_staging_leaves_whole_checkpoints() {
         let path = |name: &str| dir.path().join(name).display().to_string();
         let ckpt = path("ckpt");
         let metrics = path("metrics");
-        let flags = [
-            "--steps",
-            "1000000",
-            "--checkpoint",
-            &ckpt,
-            "--checkpoint-every",
-            "2",
-            "--metrics",
-            &metrics,
-        ];
-        let args = train(ranks, &flags);
+        let saves = ["--checkpoint", &ckpt, "--checkpoint-every", "2"];
+        let outputs = ["--steps", "1000000", "--metrics", &metrics];
+        let args = train(ranks, &[&saves[..], &outputs].concat());
         let mut command = two_machines(
             ranks,
             (dir.path(), dir.path()),
@@ -426,10 +359,6 @@ fn failed_staging_leaves_whole_checkpoints() {
             assert!(Instant::now() < deadline, "the run did not save");
             std::thread::sleep(Duration::from_millis(20));
         }
-        let found = Command::new("pgrep")
-            .args(["-P", &run.id().to_string()])
-            .output()
-            .unwrap();
         let of_rank = |process: &&str| {
             let variables = std::fs::read(format!("/proc/{process}/environ")).unwrap_or_default();
             let last = format!("OMPI_COMM_WORLD_RANK={}", ranks - 1);
@@ -437,7 +366,7 @@ fn failed_staging_leaves_whole_checkpoints() {
                 .split(|byte| *byte == 0)
                 .any(|variable| variable == last.as_bytes())
         };
-        let processes = String::from_utf8(found.stdout).unwrap();
+        let processes = children(&run);
         let last: i32 = processes
             .lines()
             .find(of_rank)
@@ -462,12 +391,7 @@ fn failed_staging_leaves_whole_checkpoints() {
             .unwrap()
             .count();
         assert_eq!(left, 0, "{text}");
-        succeeds(
-            &place::zero()
-                .args(["ckpt", "verify", &ckpt])
-                .output()
-                .unwrap(),
-        );
+        verify(&ckpt);
         let saved = std::fs::read_to_string(dir.path().join("ckpt/latest")).unwrap();
         let step: u64 = saved
             .split(' ')
@@ -554,13 +478,9 @@ fn slow_save_outlasts_the_time_limit() {
         command
             .env("OMPI_MCA_orte_tmpdir_base", &tmp)
             .env("ZERO_SLOW_SAVE", &ckpt);
-        command.args([
-            "--allow-run-as-root",
-            "--oversubscribe",
-            "-n",
-            &ranks.to_string(),
-        ]);
+        command.args(["--allow-run-as-root", "--oversubscribe", "-n"]);
         command
+            .arg(ranks.to_string())
             .arg(std::env::current_exe().unwrap())
             .args(["--exact", "slow_save_rank"]);
         (command.stdout(Stdio::null()).spawn().unwrap(), ckpt)
@@ -569,12 +489,7 @@ fn slow_save_outlasts_the_time_limit() {
     for (run, ckpt) in &mut runs {
         assert!(run.wait().unwrap().success());
         let ckpt = ckpt.display().to_string();
-        succeeds(
-            &place::zero()
-                .args(["ckpt", "verify", &ckpt])
-                .output()
-                .unwrap(),
-        );
+        verify(&ckpt);
     }
 }
 
@@ -588,43 +503,19 @@ fn a_resume_needs_no_flag() {
     let path = |name: &str| dir.path().join(name).display().to_string();
 
     let run = |steps: &str, metrics: &str, checkpoint: &str| {
-        let flags = [
-            "--grad-accum",
-            "2",
-            "--lr",
-            "0.01",
-            "--stage",
-            "2",
-            "--steps",
-            steps,
-        ];
-        let outputs = [
-            "--metrics",
-            &path(metrics),
-            "--checkpoint",
-            &path(checkpoint),
-        ];
-        succeeds(
-            &mpirun(2, dir.path())
-                .args(train(2, &[&flags[..], &outputs].concat()))
-                .output()
-                .unwrap(),
-        );
+        let flags: Vec<_> = "--grad-accum 2 --lr 0.01 --stage 2".split(' ').collect();
+        let ends = ["--steps", steps, "--metrics", &path(metrics)];
+        let saves = ["--checkpoint", &path(checkpoint)];
+        let args = train(2, &[&flags[..], &ends, &saves].concat());
+        succeeds(&mpirun(2, dir.path()).args(args).output().unwrap());
     };
 
     run("4", "whole", "a");
     run("2", "first", "b");
-    let rest = [
-        "train",
-        "--resume",
-        &path("b"),
-        "--steps",
-        "4",
-        "--metrics",
-        &path("rest"),
-    ];
-
-    succeeds(&mpirun(2, dir.path()).args(rest).output().unwrap());
+    let resume = ["train", "--resume", &path("b"), "--steps", "4"];
+    let mut rest = mpirun(2, dir.path());
+    rest.args(resume).args(["--metrics", &path("rest")]);
+    succeeds(&rest.output().unwrap());
     let losses = |name: &str| losses(&dir.path().join(name));
     assert_eq!(losses("whole"), [losses("first"), losses("rest")].concat());
     let run_of = |step: u64| {
@@ -644,21 +535,9 @@ fn rank_0_finds_the_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();
 
-    let first = [
-        "--steps",
-        "2",
-        "--checkpoint",
-        &path("d"),
-        "--checkpoint-every",
-        "1",
-    ];
-
-    succeeds(
-        &mpirun(2, dir.path())
-            .args(train(2, &first))
-            .output()
-            .unwrap(),
-    );
+    let first = ["--steps", "2", "--checkpoint-every", "1"];
+    let first = train(2, &[&first[..], &["--checkpoint", &path("d")]].concat());
+    succeeds(&mpirun(2, dir.path()).args(first).output().unwrap());
 
     let damage = |step: u64| {
         let shard = dir
@@ -670,17 +549,10 @@ fn rank_0_finds_the_checkpoint() {
     };
 
     let resume = || {
-        let args = [
-            "train",
-            "--resume",
-            &path("d"),
-            "--steps",
-            "3",
-            "--metrics",
-            &path("m"),
-            "--no-checkpoint",
-        ];
-        mpirun(2, dir.path()).args(args).output().unwrap()
+        let mut resume = mpirun(2, dir.path());
+        resume.args(["train", "--resume", &path("d"), "--steps", "3"]);
+        resume.args(["--metrics", &path("m"), "--no-checkpoint"]);
+        resume.output().unwrap()
     };
 
     damage(2);

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| zero_comm::nccl::testing::fuzz::handshake(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| zero_comm::world::testing::fuzz::handshake(data));

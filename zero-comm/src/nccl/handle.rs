@@ -17,12 +17,12 @@ use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::AnySlice;
 
 use super::config::Config;
-use super::control::abort::AbortCompletion;
-use super::control::world::Transport;
 use super::library::{IN_PROGRESS, Nccl, SUCCESS};
 use crate::call::{Checked, Group};
 use crate::comm_dtype::CommDType;
 use crate::error::nccl_failure;
+use crate::world::abort::AbortCompletion;
+use crate::world::process::Transport;
 use crate::{Collective, CommError, ReduceOp};
 
 /// Duration of polling without sleep. NCCL's proxy thread needs some tens of microseconds to

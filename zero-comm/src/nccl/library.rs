@@ -11,9 +11,9 @@ use std::sync::OnceLock;
 use cudarc::nccl::sys;
 use zero_alloc::library::{Library, MissingFunction, Search};
 
-use super::control::error::version_text;
 use crate::CommError;
 use crate::error::nccl_failure;
+use crate::world::error::version_text;
 
 /// `ncclSuccess` and `ncclInProgress`.
 pub(super) const SUCCESS: c_int = 0;

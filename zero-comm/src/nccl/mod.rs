@@ -3,7 +3,8 @@
 //! ```no_run
 //! use zero_alloc::cuda::CudaDevice;
 //! use zero_comm::CommOptions;
-//! use zero_comm::nccl::{NcclCommunicator, Ranks};
+//! use zero_comm::nccl::NcclCommunicator;
+//! use zero_comm::world::Ranks;
 //!
 //! // Set by torchrun, mpirun or srun; otherwise set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 //! let ranks = Ranks::from_env()?.expect("several processes");
@@ -14,15 +15,8 @@
 //!
 //! The library is found at run time (`ZERO_NCCL`, else `libnccl.so.2`), 2.18 or later.
 //!
-//! **Several machines.** The ranks meet at a TCP port of rank 0. Across machines they need a shared
-//! secret, the [token](Token): `export ZERO_TOKEN=$(openssl rand -hex 16)` on one machine, and the
-//! same value on all others (`mpirun -x ZERO_TOKEN`; `srun` exports it by itself). A connection
-//! that does not prove that it knows the token is closed without an answer, cannot disturb the
-//! others, and never receives NCCL's unique id. `ZERO_TOKEN=none` opens the port to everyone. Ranks
-//! of one machine need no token: rank 0 then listens on the loopback interface only. The token
-//! admits ranks; it does not protect their traffic. After the handshake neither the control
-//! connection nor NCCL's data is encrypted or authenticated, so train on a network in which nobody
-//! alters packets.
+//! **Several machines.** The ranks meet as [`world`](crate::world) describes. NCCL's data is neither
+//! encrypted nor authenticated, so train on a network in which nobody alters packets.
 //!
 //! **Sums.** NCCL chooses the order of additions, and may round sums of fp16 and bf16 at each hop:
 //! with N ranks, the sum of N values of one sign is within (N - 1) units in the last place of the
@@ -45,18 +39,18 @@
 //!
 //! **Failure.** NCCL reports few faults and names no rank. So every process also keeps a TCP
 //! connection to the *coordinator*, a thread in rank 0's process that listens at the rendezvous
-//! address. Off the critical path, each rank reports the number and a hash of its calls: every ten
-//! milliseconds in a small world, every second from 2,000 ranks on. The coordinator compares them;
-//! it also detects processes that end and ranks that are late. The first failure ends the world:
-//! every rank returns the same [`CommError`], which names ranks by their numbers in the whole
-//! world; for differing calls, two ranks and the first calls in which they differ. Until then, a
-//! call that differs from its peers' may succeed with wrong results. Only the capture of a graph is
+//! address. Off the critical path, each rank reports the call at which it is, with a hash of all
+//! calls before: every ten milliseconds in a small world, every second from 1,000 ranks on. The
+//! coordinator compares those of one number; it also detects processes that end and ranks that are
+//! late. The first failure ends the world: every rank returns the same [`CommError`], which names
+//! ranks by their numbers in the whole world; for differing calls, two ranks, the calls at which
+//! they are, and how many calls before are known to be equal. Until then, a call that differs from
+//! its peers' may succeed with wrong results. Only the capture of a graph is
 //! compared, not its replays: a stalled replay appears as the timeout of a wait on the stream, and
 //! the stream is not poisoned. Check [`Communicator::failure`] before using the results of a
 //! replay.
 
 mod config;
-pub(crate) mod control;
 mod handle;
 mod library;
 
@@ -69,17 +63,13 @@ use zero_alloc::TimeLimit;
 use zero_alloc::cuda::{CudaDevice, CudaStream, interop};
 use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Event, Memory, Stream};
 
-pub use control::error::{LaunchError, RendezvousError};
-#[cfg(feature = "testing")]
-#[doc(hidden)]
-pub use control::testing;
-pub use control::{Launcher, Ranks, Token};
-
 use crate::call::{Checked, Group};
 use crate::split_request::SplitRequest;
+use crate::world::message::{Context, Place};
+use crate::world::process::{Operation, Transport, World};
+use crate::world::watcher::Connection;
+use crate::world::{Ranks, error, rendezvous};
 use crate::{CommError, CommOptions, Communicator, Traffic};
-use control::message::{Context, Place};
-use control::world::{Connection, Operation, Transport, World};
 use handle::{Handle, Interrupt, Wait};
 use library::Nccl;
 
@@ -108,7 +98,7 @@ pub unsafe fn set_environment() {
 /// [`CommError::NoLibrary`] if no library was found; [`CommError::BackEnd`] if it is too old or not
 /// NCCL.
 pub fn version() -> Result<String, CommError> {
-    Nccl::get().map(|nccl| control::error::version_text(nccl.version as u64))
+    Nccl::get().map(|nccl| error::version_text(nccl.version as u64))
 }
 
 /// The state that a process's communicators share.
@@ -168,7 +158,7 @@ impl NcclCommunicator {
         options: CommOptions,
     ) -> Result<Self, CommError> {
         let (nccl, limit, mut time) = (Nccl::get()?, options.limit, TimeLimit::new(options.limit));
-        let joined = control::rendezvous::join(
+        let joined = rendezvous::join(
             ranks,
             nccl.version as u64,
             || handle::unique_id(nccl),
@@ -204,11 +194,8 @@ impl NcclCommunicator {
 
     fn open(process: Arc<Process>, handle: Handle, context: Context, group: Group) -> Self {
         let handle = Arc::new(handle);
-        process.world().open(
-            context,
-            group.rank == 0,
-            Arc::clone(&handle) as Arc<dyn Transport>,
-        );
+        let transport = Arc::clone(&handle) as Arc<dyn Transport>;
+        process.world().open(context, transport);
         Self {
             handle,
             process,
@@ -284,7 +271,6 @@ impl NcclCommunicator {
         let ended = stream.record().map_err(skipped)?;
         let poisoned = stream.clone();
         Ok(Operation {
-            call: call.clone(),
             stream: stream.name().to_owned(),
             reached: Box::new(move || reached.is_done()),
             ended: Box::new(move || ended.is_done()),
@@ -430,5 +416,36 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
 
     fn failure(&self) -> Option<CommError> {
         self.process.world().failure()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    /// The body of a process of [`environment_is_set_unless_the_user_did`].
+    #[test]
+    #[ignore = "run by another test, as a process"]
+    fn process_sets_its_environment() {
+        // SAFETY: this process runs only this test, and its main thread waits for it.
+        unsafe { super::set_environment() };
+        println!("value {}", std::env::var("NCCL_GRAPH_REGISTER").unwrap());
+    }
+
+    #[test]
+    fn environment_is_set_unless_the_user_did() {
+        for (users, expected) in [(None, "value 0"), (Some("1"), "value 1")] {
+            let mut process = std::process::Command::new(std::env::current_exe().unwrap());
+            process.args([
+                "--ignored",
+                "--exact",
+                "--nocapture",
+                "nccl::tests::process_sets_its_environment",
+            ]);
+            process
+                .env_remove("NCCL_GRAPH_REGISTER")
+                .envs(users.map(|value| ("NCCL_GRAPH_REGISTER", value)));
+            let output = process.output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(text.contains(expected), "{text}");
+        }
     }
 }

@@ -9,7 +9,8 @@ use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::conformance::{Plan, Sums, check};
-use zero_comm::nccl::{NcclCommunicator, Ranks};
+use zero_comm::nccl::NcclCommunicator;
+use zero_comm::world::Ranks;
 use zero_comm::{CommError, CommOptions, Communicator, ReduceOp};
 
 /// The variable that selects the case.

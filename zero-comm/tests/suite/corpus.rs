@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
-use zero_comm::nccl::testing::fuzz::{TARGETS, valid};
+use zero_comm::world::testing::fuzz::{TARGETS, valid};
 
 fn folder(target: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))

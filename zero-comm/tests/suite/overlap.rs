@@ -12,7 +12,7 @@ use zero_alloc::device::{AnySlice, DType, Device, Stream};
 use zero_alloc::host::{HostDevice, HostStream, Monitor, OpSpan, Timeline};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::overlap::{Overlap, chrome_trace};
-use zero_comm::slow::{Link, SlowComm};
+use zero_comm::slow::{Link, behind};
 use zero_comm::threads::World;
 use zero_comm::{
     BucketOptions, Buckets, CommOptions, Communicator, PrefetchOptions, Prefetcher, ReduceOp,
@@ -85,9 +85,7 @@ fn step(overlap: bool, how: Compute) -> Vec<OpSpan> {
             .unwrap()
             .into_iter()
             .map(|comm| {
-                scope.spawn(move || {
-                    rank(Arc::new(SlowComm::new(Arc::new(comm), LINK)), overlap, how)
-                })
+                scope.spawn(move || rank(Arc::new(behind(Arc::new(comm), LINK)), overlap, how))
             })
             .collect();
         ranks

@@ -12,7 +12,7 @@ use super::launch::{self, EVERY_KERNEL_BYTES, Launch, Param};
 use super::source::SOURCES;
 use super::{Functions, Loader};
 use crate::step::RankStats;
-use crate::{AdamArgs, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs, Segments};
+use crate::{AdvanceArgs, GradStats, KernelError, Kernels, Segments, UpdateArgs, UpdateRule};
 
 /// The operations on one GPU's streams. A clone is another handle of the same kernels.
 ///
@@ -151,16 +151,14 @@ impl CudaKernels {
 
 // SAFETY: each operation is launches on the stream, of kernels within their arguments (`launch`).
 unsafe impl Kernels<CudaDevice> for CudaKernels {
-    fn adam(&self, stream: &CudaStream, args: AdamArgs) -> Result<(), KernelError> {
-        self.enqueue(stream, "adam", launch::adam(self.id(), &args)?)
-    }
-
-    fn adam_remainder(&self, stream: &CudaStream, args: RemainderArgs) -> Result<(), KernelError> {
-        self.enqueue(
-            stream,
-            "adam_remainder",
-            launch::adam_remainder(self.id(), &args)?,
-        )
+    fn update(
+        &self,
+        stream: &CudaStream,
+        rule: &Arc<dyn UpdateRule>,
+        args: UpdateArgs,
+    ) -> Result<(), KernelError> {
+        let launch = launch::update(self.id(), &**rule, &args)?;
+        self.enqueue(stream, rule.label(&args.form()), launch)
     }
 
     fn cast(

@@ -7,10 +7,11 @@ use zero_alloc::device::{AnySlice, DType, DeviceId, DeviceSlice};
 
 use super::span::{Span, THREADS, grid};
 use crate::host::stats_order::CHUNK_ELEMS;
-use crate::kernels::AdamConstants;
+use crate::rule::{entries, float_index};
 use crate::step::RankStats;
 use crate::{
-    AdamArgs, AdamHyper, AdvanceArgs, GradStats, KernelError, RemainderArgs, Segments, check,
+    AdvanceArgs, Codec, GradStats, KernelError, Segments, UpdateArgs, UpdateRule, Weights, check,
+    rules,
 };
 
 /// The most ranges of one launch (`RANGES` of cuda/prelude.cuh). Their addresses are kernel
@@ -74,7 +75,7 @@ pub(super) enum Param {
     U64(u64),
     F32(f32),
     Span(Span),
-    Adam(AdamConstants),
+    Words(Vec<u32>),
     Ranges(Box<Ranges>),
     Segments(PackSegments),
 }
@@ -86,7 +87,7 @@ impl Param {
             Self::Address(x) | Self::U64(x) => std::ptr::from_mut(x).cast(),
             Self::F32(x) => std::ptr::from_mut(x).cast(),
             Self::Span(x) => std::ptr::from_mut(x).cast(),
-            Self::Adam(x) => std::ptr::from_mut(x).cast(),
+            Self::Words(x) => x.as_mut_ptr().cast(),
             Self::Ranges(x) => std::ptr::from_mut(&mut **x).cast(),
             Self::Segments(x) => std::ptr::from_mut(x).cast(),
         }
@@ -97,7 +98,7 @@ impl Param {
             Self::Address(_) | Self::U64(_) => 8,
             Self::F32(_) => 4,
             Self::Span(_) => size_of::<Span>(),
-            Self::Adam(_) => size_of::<AdamConstants>(),
+            Self::Words(x) => size_of_val(x.as_slice()),
             Self::Ranges(_) => size_of::<Ranges>(),
             Self::Segments(_) => size_of::<PackSegments>(),
         }
@@ -144,87 +145,47 @@ impl Launch {
     }
 }
 
-/// The names of a kernel's variants for fp32, bf16 and fp16.
-macro_rules! entries {
-    ($prefix:literal) => {
-        [
-            concat!($prefix, "_f32"),
-            concat!($prefix, "_bf16"),
-            concat!($prefix, "_f16"),
-        ]
-    };
-}
-
 /// The index of a dtype in `entries!`.
 fn index(what: &'static str, dtype: DType) -> Result<usize, KernelError> {
-    match dtype {
-        DType::F32 => Ok(0),
-        DType::Bf16 => Ok(1),
-        DType::F16 => Ok(2),
-        _ => Err(KernelError::Unsupported { what, dtype }),
-    }
+    float_index(dtype).ok_or(KernelError::Unsupported { what, dtype })
 }
 
-pub(super) fn adam(device: DeviceId, args: &AdamArgs) -> Result<Launch, KernelError> {
-    check::adam(device, args)?;
-    let grad = index("adam: grad", args.grad.dtype())?;
-    let entry = match args.param_out {
-        None => entries!("adam")[grad],
-        Some(param) => {
-            let names = [
-                entries!("adam_f32"),
-                entries!("adam_bf16"),
-                entries!("adam_f16"),
-            ];
-            names[grad][index("adam: param_out", param.dtype())?]
+/// The parameters are in the order that `rule.rs` documents.
+pub(super) fn update(
+    device: DeviceId,
+    rule: &dyn UpdateRule,
+    args: &UpdateArgs,
+) -> Result<Launch, KernelError> {
+    check::update(device, rule, args)?;
+    let form = args.form();
+    let kernel = rule.cuda_kernel(&form, args.weight_decay);
+    // The kernel of another form would read other parameters.
+    let kernel = kernel.filter(|kernel| kernel.form == form);
+    let kernel = kernel.ok_or(KernelError::NoKernel {
+        rule: rule.name(),
+        grad: form.grad,
+    })?;
+
+    let (mut streams, param_out) = match args.weights {
+        Weights::Fp32 { master, param_out } => (vec![master.erase()], param_out),
+        Weights::Remainder { param, remainder } => {
+            // SAFETY: the same memory as two-byte elements; only its address and length are used.
+            let remainder = unsafe {
+                let at = remainder.as_ptr().cast();
+                AnySlice::from_raw_parts(at, remainder.len(), DType::F16, device)
+            };
+            (vec![param.erase(), remainder], None)
         }
     };
+    streams.extend(args.slots.iter().map(|slot| slot.erase()));
+    streams.push(args.grad);
+    streams.extend(param_out);
 
-    let mut streams = vec![
-        args.master.erase(),
-        args.first_moment.erase(),
-        args.second_moment.erase(),
-        args.grad,
-    ];
-    streams.extend(args.param_out);
     let mut params: Vec<Param> = streams.iter().copied().map(Param::from).collect();
-    params.extend([args.scalars.into(), Param::Adam(args.hyper.constants())]);
-
-    Ok(Launch::flat("adam.cu", entry, Span::of(&streams), params))
-}
-
-pub(super) fn adam_remainder(
-    device: DeviceId,
-    args: &RemainderArgs,
-) -> Result<Launch, KernelError> {
-    check::adam_remainder(device, args)?;
-    let entry = entries!("adam_remainder")[index("adam_remainder: grad", args.grad.dtype())?];
-    // SAFETY: the same memory as two-byte elements; only its address and length are used.
-    let remainder = unsafe {
-        AnySlice::from_raw_parts(
-            args.remainder.as_ptr().cast(),
-            args.remainder.len(),
-            DType::F16,
-            device,
-        )
-    };
-
-    let streams = [
-        args.param.erase(),
-        remainder,
-        args.first_moment.erase(),
-        args.second_moment.erase(),
-        args.grad,
-    ];
-
-    let mut params: Vec<Param> = streams.map(Param::from).into();
-    params.extend([args.scalars.into(), Param::Adam(args.hyper.constants())]);
-    Ok(Launch::flat(
-        "adam_remainder.cu",
-        entry,
-        Span::of(&streams),
-        params,
-    ))
+    params.push(args.scalars.into());
+    params.push(Param::Words(kernel.constants));
+    let span = Span::of(&streams);
+    Ok(Launch::flat(kernel.source, kernel.entry, span, params))
 }
 
 pub(super) fn cast(
@@ -500,16 +461,6 @@ fn kernels_of_grad(
     floats: [AnySlice; 3],
 ) -> Result<Vec<Launch>, KernelError> {
     let device = slots.device;
-    let scalars = slots.slot(1, 1);
-    let hyper = AdamHyper {
-        beta1: 0.0,
-        beta2: 0.0,
-        eps: 0.0,
-        weight_decay: 0.0,
-        decoupled: true,
-        bias_correction: true,
-    };
-
     let none = Segments {
         start: 0,
         len: 0,
@@ -518,30 +469,28 @@ fn kernels_of_grad(
     };
 
     let mut launches = Vec::new();
-    for param_out in [None].into_iter().chain(floats.map(Some)) {
-        let args = AdamArgs {
+    for rule in rules::with_kernels() {
+        let masters = [None].into_iter().chain(floats.map(Some));
+        let masters = masters.map(|param_out| Weights::Fp32 {
             master: slots.none(),
-            first_moment: slots.none(),
-            second_moment: slots.none(),
-            grad,
             param_out,
-            scalars,
-            hyper,
+        });
+        let remainder = Weights::Remainder {
+            param: slots.none(),
+            remainder: slots.none(),
         };
-        launches.push(adam(device, &args)?);
+        for weights in masters.chain([remainder]) {
+            let args = UpdateArgs {
+                weights,
+                slots: vec![slots.none(); rule.slots(Codec::Fp32).len()],
+                grad,
+                scalars: slots.slot(1, 1),
+                weight_decay: 0.0,
+            };
+            launches.push(update(device, &*rule, &args)?);
+        }
     }
 
-    let args = RemainderArgs {
-        param: slots.none(),
-        remainder: slots.none(),
-        first_moment: slots.none(),
-        second_moment: slots.none(),
-        grad,
-        scalars,
-        hyper,
-    };
-
-    launches.push(adam_remainder(device, &args)?);
     for dst in floats {
         launches.push(cast(device, grad, dst, 1.0)?);
         launches.extend(pack(device, &[(grad, 0)], none, dst)?);
@@ -610,6 +559,8 @@ pub fn kernel_signatures() -> Result<Vec<Signature>, KernelError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::UpdateSlices;
+    use crate::{AdamHyper, CudaKernel, RULE_SCALARS, SettingError, Slot, StepPoint, UpdateForm};
 
     fn at<T>(address: usize, len: usize) -> DeviceSlice<T> {
         // SAFETY: building a launch computes with addresses and accesses no memory.
@@ -622,34 +573,30 @@ mod tests {
         }
     }
 
-    const HYPER: AdamHyper = AdamHyper {
-        beta1: 0.9,
-        beta2: 0.999,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        decoupled: true,
-        bias_correction: true,
-    };
-
-    fn args(len: usize) -> AdamArgs {
-        AdamArgs {
-            master: at(0x1_0000, len),
-            first_moment: at(0x2_0000, len),
-            second_moment: at(0x3_0000, len),
+    fn args(len: usize) -> UpdateArgs {
+        UpdateArgs {
+            weights: Weights::Fp32 {
+                master: at(0x1_0000, len),
+                param_out: Some(at::<half::f16>(0x5_0000, len).erase()),
+            },
+            slots: vec![at(0x2_0000, len), at(0x3_0000, len)],
             grad: at::<half::bf16>(0x4_0000, len).erase(),
-            param_out: Some(at::<half::f16>(0x5_0000, len).erase()),
             scalars: at(0x100, 1),
-            hyper: HYPER,
+            weight_decay: 0.1,
         }
+    }
+
+    fn adam(args: &UpdateArgs) -> Result<Launch, KernelError> {
+        update(DeviceId::HOST, &AdamHyper::default(), args)
     }
 
     #[test]
     fn adam_passes_its_streams_in_order() {
-        let launch = adam(DeviceId::HOST, &args(5000)).unwrap();
+        let launch = adam(&args(5000)).unwrap();
         let mut params: Vec<Param> = [0x1_0000, 0x2_0000, 0x3_0000, 0x4_0000, 0x5_0000, 0x100]
             .map(Param::Address)
             .into();
-        params.push(Param::Adam(HYPER.constants()));
+        params.push(Param::Words(vec![1e-8f32.to_bits(), 0.1f32.to_bits(), 1]));
         params.push(Param::Span(Span {
             len: 5000,
             head: 0,
@@ -666,21 +613,74 @@ mod tests {
         };
 
         assert_eq!(launch, expected);
-        let without = adam(
-            DeviceId::HOST,
-            &AdamArgs {
+        let without = UpdateArgs {
+            weights: Weights::Fp32 {
+                master: at(0x1_0000, 5000),
                 param_out: None,
-                ..args(5000)
             },
-        )
-        .unwrap();
-
+            ..args(5000)
+        };
+        let without = adam(&without).unwrap();
         assert_eq!((without.entry, without.params.len()), ("adam_bf16", 7));
+    }
+
+    /// A rule that has no kernel, or returns that of arguments that it does not have.
+    #[derive(Debug)]
+    struct Borrowed(Option<UpdateForm>);
+
+    impl UpdateRule for Borrowed {
+        fn name(&self) -> &'static str {
+            "borrowed"
+        }
+
+        fn settings(&self) -> Vec<(&'static str, String)> {
+            Vec::new()
+        }
+
+        fn check(&self) -> Result<(), SettingError> {
+            Ok(())
+        }
+
+        fn weight_decay(&self) -> f64 {
+            0.0
+        }
+
+        fn slots(&self, codec: Codec) -> Vec<Slot> {
+            let name = "momentum";
+            vec![Slot { name, codec }]
+        }
+
+        fn scalars(&self, _: &StepPoint) -> [f32; RULE_SCALARS] {
+            [0.0; RULE_SCALARS]
+        }
+
+        fn update(&self, _: UpdateSlices<'_>) -> Result<(), KernelError> {
+            Ok(())
+        }
+
+        fn cuda_kernel(&self, _: &UpdateForm, weight_decay: f64) -> Option<CudaKernel> {
+            AdamHyper::default().cuda_kernel(&self.0?, weight_decay)
+        }
+    }
+
+    #[test]
+    fn kernels_of_other_arguments_are_refused() {
+        let own = UpdateArgs {
+            slots: vec![at(0x2_0000, 8)],
+            ..args(8)
+        };
+        for rule in [Borrowed(None), Borrowed(Some(args(8).form()))] {
+            let error = update(DeviceId::HOST, &rule, &own).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                "the update rule borrowed has no CUDA kernel for a gradient of bf16: train on the host, or add the kernel"
+            );
+        }
     }
 
     #[test]
     fn empty_ranges_need_no_block() {
-        assert_eq!(adam(DeviceId::HOST, &args(0)).unwrap().blocks, 0);
+        assert_eq!(adam(&args(0)).unwrap().blocks, 0);
         let doubles: DeviceSlice<f64> = at(0x1000, 0);
         let unsupported = |what, dtype| Err(KernelError::Unsupported { what, dtype });
         assert_eq!(

@@ -6,8 +6,7 @@
 //!
 //! | file of `cuda/` | operation | host version |
 //! |---|---|---|
-//! | adam.cu | AdamW and Adam with fp32 masters | [`host::adam`](crate::host::adam()) |
-//! | adam_remainder.cu | the same on bf16 parameters with 16-bit remainders | [`host::adam_remainder`](crate::host::adam_remainder) |
+//! | src/rules/adam/adam.cu | AdamW and Adam with fp32 masters, or on bf16 parameters with 16-bit remainders | [`host::adam`](crate::host::adam()), [`host::adam_remainder`](crate::host::adam_remainder) |
 //! | cast.cu | conversion with a scale | [`host::cast`](crate::host::cast()) |
 //! | accumulate.cu | sum over micro-batches | [`host::accumulate`](crate::host::accumulate()) |
 //! | grad_stats.cu | norm and non-finite count, two stages | [`host::grad_stats`](crate::host::grad_stats()) |

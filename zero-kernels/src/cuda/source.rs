@@ -5,26 +5,25 @@ const PRELUDE: &str = include_str!("../../cuda/prelude.cuh");
 /// One source file: one operation, in the dtypes that it supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// The file's name in `cuda/`.
+    /// The file's name.
     pub name: &'static str,
     body: &'static str,
 }
 
 macro_rules! sources {
-    ($($name:literal),*) => {
-        [$(Source { name: $name, body: include_str!(concat!("../../cuda/", $name)) }),*]
+    ($($folder:literal $name:literal),*) => {
+        [$(Source { name: $name, body: include_str!(concat!("../../", $folder, $name)) }),*]
     };
 }
 
 /// The sources of this crate.
-pub(super) const SOURCES: [Source; 7] = sources![
-    "adam.cu",
-    "adam_remainder.cu",
-    "cast.cu",
-    "pack.cu",
-    "accumulate.cu",
-    "grad_stats.cu",
-    "step.cu"
+pub(super) const SOURCES: [Source; 6] = sources![
+    "src/rules/adam/" "adam.cu",
+    "cuda/" "cast.cu",
+    "cuda/" "pack.cu",
+    "cuda/" "accumulate.cu",
+    "cuda/" "grad_stats.cu",
+    "cuda/" "step.cu"
 ];
 
 impl Source {

@@ -1,17 +1,19 @@
 //! The operations on host streams. The call checks the arguments; the work runs in stream order.
 
+use std::sync::Arc;
+
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 
+use super::Workers;
 use super::pack::copies;
-use super::{AdamSlices, RemainderSlices, Workers, adam_remainder};
 use crate::step::{self, RankStats};
 use crate::{
-    AdamArgs, AdvanceArgs, Float, GradStats, KernelError, Kernels, RemainderArgs, Segments, check,
+    AdvanceArgs, Float, GradStats, KernelError, Kernels, Segments, UpdateArgs, UpdateRule, check,
 };
 
-/// The operations on host streams. adam, cast, pack, accumulate and grad_stats are split over a
+/// The operations on host streams. Updates, cast, pack, accumulate and grad_stats are split over a
 /// fixed number of threads; the others run on the stream's thread.
 #[derive(Clone, Debug)]
 pub struct HostKernels {
@@ -30,8 +32,7 @@ impl HostKernels {
     }
 }
 
-/// Converts an error of a running operation. It does not occur, since the call checked the
-/// arguments.
+/// Converts an error of a running operation: of a rule, since the call checked the arguments.
 fn failed(error: KernelError) -> DeviceError {
     DeviceError::Driver {
         call: "host kernel",
@@ -69,85 +70,29 @@ macro_rules! with_float {
     };
 }
 
-impl HostKernels {
-    fn enqueue_adam<G: Float, P: Float>(
-        &self,
-        stream: &HostStream,
-        args: AdamArgs,
-    ) -> Result<(), KernelError> {
-        let workers = self.workers.clone();
-        let AdamArgs {
-            master,
-            first_moment,
-            second_moment,
-            grad,
-            param_out,
-            scalars,
-            hyper,
-        } = args;
-
-        let grad = grad.typed::<G>()?;
-        let param_out = param_out.map(AnySlice::typed::<P>).transpose()?;
-        stream.enqueue("adam", move || {
-            // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
-            let scalars = unsafe { read_first(scalars) }.unwrap_or_default();
-            // SAFETY: as above, and `check` found it disjoint from the others.
-            let weights = unsafe { master.as_host_mut() };
-            // SAFETY: as for the weights.
-            let first_moment = unsafe { first_moment.as_host_mut() };
-            // SAFETY: as for the weights.
-            let second_moment = unsafe { second_moment.as_host_mut() };
-            // SAFETY: as for the weights; nothing writes to it.
-            let grad = unsafe { grad.as_host() };
-            // SAFETY: as for the weights.
-            let param_out = param_out.map(|p| unsafe { p.as_host_mut() });
-            let slices = AdamSlices {
-                weights,
-                first_moment,
-                second_moment,
-                grad,
-                param_out,
-            };
-            workers.adam(slices, &scalars, &hyper).map_err(failed)
-        })?;
-
-        Ok(())
-    }
-}
-
 // SAFETY: each operation is one host operation on the stream, over Rust slices of its arguments.
 unsafe impl Kernels<HostDevice> for HostKernels {
-    fn adam(&self, stream: &HostStream, args: AdamArgs) -> Result<(), KernelError> {
-        check::adam(DeviceId::HOST, &args)?;
-        with_float!("adam: grad", args.grad.dtype(), G => match args.param_out {
-            None => self.enqueue_adam::<G, f32>(stream, args),
-            Some(p) => with_float!("adam: param_out", p.dtype(), P => self.enqueue_adam::<G, P>(stream, args)),
-        })
-    }
-
-    fn adam_remainder(&self, stream: &HostStream, args: RemainderArgs) -> Result<(), KernelError> {
-        check::adam_remainder(DeviceId::HOST, &args)?;
-        with_float!("adam_remainder: grad", args.grad.dtype(), G => {
-            let grad = args.grad.typed::<G>()?;
-            stream.enqueue("adam_remainder", move || {
-                // SAFETY: `check` found host memory; its maker promised validity and ordered
-                // accesses.
-                let scalars = unsafe { read_first(args.scalars) }.unwrap_or_default();
-                // SAFETY: as above, and `check` found it disjoint from the others.
-                let param = unsafe { args.param.as_host_mut() };
-                // SAFETY: as for the parameter.
-                let remainder = unsafe { args.remainder.as_host_mut() };
-                // SAFETY: as for the parameter.
-                let first_moment = unsafe { args.first_moment.as_host_mut() };
-                // SAFETY: as for the parameter.
-                let second_moment = unsafe { args.second_moment.as_host_mut() };
-                // SAFETY: as for the parameter; nothing writes to it.
-                let grad = unsafe { grad.as_host() };
-                let slices = RemainderSlices { param, remainder, first_moment, second_moment, grad };
-                adam_remainder(slices, &scalars, &args.hyper).map_err(failed)
-            })?;
-            Ok(())
-        })
+    fn update(
+        &self,
+        stream: &HostStream,
+        rule: &Arc<dyn UpdateRule>,
+        args: UpdateArgs,
+    ) -> Result<(), KernelError> {
+        check::update(DeviceId::HOST, &**rule, &args)?;
+        let workers = self.workers.clone();
+        let rule = Arc::clone(rule);
+        stream.enqueue(rule.label(&args.form()), move || {
+            // SAFETY: `check` found host memory; its maker promised validity and ordered accesses.
+            let scalars = unsafe { read_first(args.scalars) }.unwrap_or_default();
+            if scalars.skip != 0 {
+                return Ok(());
+            }
+            // SAFETY: as above, and `check` found what is written disjoint from all others.
+            let slices = unsafe { args.as_host(scalars) }.map_err(failed)?;
+            let updated = workers.on_parts(slices, |part| rule.update(part));
+            updated.map_err(failed)
+        })?;
+        Ok(())
     }
 
     fn cast(

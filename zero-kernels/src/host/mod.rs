@@ -2,8 +2,8 @@
 //! them on streams.
 //!
 //! Each function runs on the calling thread and is compiled for several instruction sets (AVX-512,
-//! AVX2 with FMA, the baseline), one of which is selected at run time. [`Workers`] splits adam,
-//! cast, accumulate and grad_stats over threads. Results are bit-identical for every instruction
+//! AVX2 with FMA, the baseline), one of which is selected at run time. [`Workers`] splits
+//! updates, cast, accumulate and grad_stats over threads. Results are bit-identical for every instruction
 //! set, alignment and split:
 //!
 //! - adam, cast and accumulate compute each element separately in fp32, with IEEE rounding at each
@@ -12,22 +12,24 @@
 //! - grad_stats sums in fp64 in an order fixed by the length alone (see [`grad_stats`]).
 
 mod accumulate;
-mod adam;
 mod cast;
 mod grad_stats;
 mod launch;
 mod pack;
-mod prefetch;
-mod remainder;
-mod workers;
+pub(crate) mod prefetch;
+mod update;
+pub(crate) mod workers;
 
 pub use accumulate::accumulate;
-pub use adam::{AdamSlices, adam};
 pub use cast::cast;
 pub use grad_stats::grad_stats;
 pub use launch::HostKernels;
-pub use remainder::{RemainderSlices, adam_remainder, join, split};
-pub use workers::Workers;
+pub(crate) use update::with_floats;
+pub use update::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};
+pub use workers::{Parts, Workers};
+
+pub use crate::codec::{join, split};
+pub use crate::rules::adam::{AdamSlices, RemainderSlices, adam, adam_remainder};
 
 /// The constants of the summation order of [`grad_stats`], shared with its kernel.
 #[cfg(feature = "cuda")]

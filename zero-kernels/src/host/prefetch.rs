@@ -11,7 +11,7 @@ const AHEAD: usize = 512;
 
 /// `0..n` in blocks.
 #[inline(always)]
-pub(super) fn blocks(n: usize) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn blocks(n: usize) -> impl Iterator<Item = Range<usize>> {
     (0..n)
         .step_by(BLOCK)
         .map(move |start| start..n.min(start + BLOCK))
@@ -19,7 +19,7 @@ pub(super) fn blocks(n: usize) -> impl Iterator<Item = Range<usize>> {
 
 /// Starts to load the elements [`AHEAD`] of `block`.
 #[inline(always)]
-pub(super) fn prefetch<T>(x: &[T], block: &Range<usize>) {
+pub(crate) fn prefetch<T>(x: &[T], block: &Range<usize>) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     for first in (0..BLOCK).step_by(64 / size_of::<T>()) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};

@@ -1,10 +1,10 @@
-//! adam, cast, accumulate and grad_stats split over threads. Results do not depend on the split.
+//! Updates, cast, accumulate and grad_stats split over threads. Results do not depend on the split.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::grad_stats::{CHUNK_ELEMS, chunk, combine};
-use super::{AdamSlices, accumulate, adam, cast, same_len};
-use crate::{AdamHyper, Float, GradStats, KernelError, StepScalars};
+use super::{accumulate, cast, same_len};
+use crate::{Float, GradStats, KernelError};
 
 /// Ranges below this length run on one thread.
 const MIN_PART_ELEMS: usize = 32 * 1024;
@@ -13,6 +13,18 @@ const MIN_PART_ELEMS: usize = 32 * 1024;
 const MOST_THREADS: usize = 4096;
 
 const PARTS_PER_THREAD: usize = 8;
+
+/// Slices of the same length that threads share.
+pub trait Parts: Sized {
+    /// Elements of each slice.
+    fn elems(&self) -> usize;
+
+    /// The first `at` elements and the rest.
+    ///
+    /// # Panics
+    /// A slice has fewer than `at` elements.
+    fn split_at(self, at: usize) -> (Self, Self);
+}
 
 /// A fixed number of threads. A clone is another handle of the same threads.
 #[derive(Clone, Debug)]
@@ -79,36 +91,34 @@ impl Workers {
         }
     }
 
-    /// [`adam`](super::adam()) over these threads.
-    ///
-    /// # Errors
-    /// The slices' lengths differ.
-    pub fn adam<W: Float, M: Float, G: Float, P: Float>(
+    /// Runs `work` on parts of `slices`, and waits until all are done.
+    pub(crate) fn on_parts<S: Parts + Send>(
         &self,
-        slices: AdamSlices<'_, W, M, G, P>,
-        scalars: &StepScalars,
-        hyper: &AdamHyper,
+        slices: S,
+        work: impl Fn(S) -> Result<(), KernelError> + Sync,
     ) -> Result<(), KernelError> {
-        let len = slices.checked_len()?;
-        let part_elems = self.part_elems(len);
-        if len <= part_elems {
-            return adam(slices, scalars, hyper);
+        let part_elems = self.part_elems(slices.elems());
+        if slices.elems() <= part_elems {
+            return work(slices);
         }
         let mut rest = Some(slices);
         let parts = std::iter::from_fn(|| {
             let slices = rest.take()?;
-            if slices.weights.len() <= part_elems {
+            if slices.elems() <= part_elems {
                 return Some(slices);
             }
             let (part, after) = slices.split_at(part_elems);
             rest = Some(after);
             Some(part)
         });
+
+        let first_error = OnceLock::new();
         self.each(parts, |part| {
-            let equal = adam(part, scalars, hyper);
-            debug_assert!(equal.is_ok(), "the lengths were checked above");
+            if let Err(error) = work(part) {
+                let _later = first_error.set(error);
+            }
         });
-        Ok(())
+        first_error.into_inner().map_or(Ok(()), Err)
     }
 
     /// [`cast`](super::cast()) over these threads.

@@ -3,7 +3,7 @@
 // Each test binary uses a part of it.
 #![allow(unreachable_pub, dead_code)]
 
-use zero_kernels::{AdamHyper, Float, StepScalars};
+use zero_kernels::{AdamHyper, AdamScalars, Float};
 
 /// Lengths around vector widths, and one that threads share.
 pub const LENGTHS: &[usize] = if cfg!(miri) {
@@ -87,8 +87,8 @@ pub fn assert_same<T: Float>(what: &str, ours: &[T], theirs: &[T]) {
 }
 
 /// Step 3 of AdamW.
-pub fn scalars(lr: f32, grad_scale: f32) -> StepScalars {
-    StepScalars {
+pub fn scalars(lr: f32, grad_scale: f32) -> AdamScalars {
+    AdamScalars {
         grad_scale,
         lr,
         step_size: (f64::from(lr) / (1.0 - 0.9f64.powi(3))) as f32,

@@ -1,9 +1,13 @@
 //! Adam with masters and with remainders, bit for bit against the plain loop, and close to fp64.
 
+use std::sync::Arc;
+
 use half::{bf16, f16};
 use zero_alloc::device::Device;
 use zero_kernels::host::{RemainderSlices, join, split};
-use zero_kernels::{AdamArgs, AdamHyper, Float, RemainderArgs, StepScalars, host, reference};
+use zero_kernels::{
+    AdamHyper, AdamScalars, Float, StepScalars, UpdateArgs, UpdateRule, Weights, host, reference,
+};
 
 use crate::Rig;
 use crate::common::{assert_same, hyper, scalars, squares, values};
@@ -68,17 +72,19 @@ fn check<D: Device, G: Float, P: Float>(rig: &Rig<D>, with_param: bool) {
             let second_moment = rig.buffer(&start.second_moment, from(i, 2));
             let on_device = rig.buffer(&grad, from(i, 3));
             let param = rig.poisoned::<P>(len, from(i, 4));
-            let at = rig.buffer(&[scalars], 0);
-            let args = AdamArgs {
-                master: master.slice(),
-                first_moment: first_moment.slice(),
-                second_moment: second_moment.slice(),
+            let at = rig.buffer(&[StepScalars::from(scalars)], 0);
+            let rule: Arc<dyn UpdateRule> = Arc::new(hyper);
+            let args = UpdateArgs {
+                weights: Weights::Fp32 {
+                    master: master.slice(),
+                    param_out: with_param.then(|| param.any()),
+                },
+                slots: vec![first_moment.slice(), second_moment.slice()],
                 grad: on_device.any(),
-                param_out: with_param.then(|| param.any()),
                 scalars: at.slice(),
-                hyper,
+                weight_decay: hyper.weight_decay,
             };
-            rig.kernels.adam(&rig.stream, args).unwrap();
+            rig.kernels.update(&rig.stream, &rule, args).unwrap();
 
             let mut expected = State::new(len);
             let mut narrow = param_poison::<P>(len);
@@ -116,7 +122,7 @@ fn param_poison<P: Float>(len: usize) -> Vec<P> {
 
 /// Asserts that the plain loop is within a few roundings of the formula in fp64, where that is
 /// finite.
-fn near_fp64<G: Float>(start: &State, grad: &[G], s: &StepScalars, h: &AdamHyper, ours: &State) {
+fn near_fp64<G: Float>(start: &State, grad: &[G], s: &AdamScalars, h: &AdamHyper, ours: &State) {
     const U: f64 = f32::EPSILON as f64 / 2.0;
     let least = f64::from(f32::from_bits(1));
     for (i, grad) in grad.iter().enumerate() {
@@ -199,17 +205,19 @@ fn check_remainder<D: Device, G: Float>(rig: &Rig<D>) {
         let on_m = rig.buffer(&m, from(i, 2));
         let on_v = rig.buffer(&v, from(i, 3));
         let on_grad = rig.buffer(&grad, from(i, 4));
-        let at = rig.buffer(&[scalars], 0);
-        let args = RemainderArgs {
-            param: on_param.slice(),
-            remainder: on_remainder.slice(),
-            first_moment: on_m.slice(),
-            second_moment: on_v.slice(),
+        let at = rig.buffer(&[StepScalars::from(scalars)], 0);
+        let rule: Arc<dyn UpdateRule> = Arc::new(hyper);
+        let args = UpdateArgs {
+            weights: Weights::Remainder {
+                param: on_param.slice(),
+                remainder: on_remainder.slice(),
+            },
+            slots: vec![on_m.slice(), on_v.slice()],
             grad: on_grad.any(),
             scalars: at.slice(),
-            hyper,
+            weight_decay: hyper.weight_decay,
         };
-        rig.kernels.adam_remainder(&rig.stream, args).unwrap();
+        rig.kernels.update(&rig.stream, &rule, args).unwrap();
         let slices = RemainderSlices {
             param: &mut param,
             remainder: &mut remainder,
@@ -253,34 +261,38 @@ pub fn skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
     let second_moment = v.slice();
     let grad = g.any();
     let hyper = hyper(true);
+    let rule: Arc<dyn UpdateRule> = Arc::new(hyper);
     let master = wide.slice();
     let param_out = Some(param.any());
     let scalars = at.slice();
 
-    let args = AdamArgs {
-        master,
-        first_moment,
-        second_moment,
+    let args = UpdateArgs {
+        weights: Weights::Fp32 { master, param_out },
+
+        slots: vec![first_moment, second_moment],
+
         grad,
-        param_out,
+
         scalars,
-        hyper,
+
+        weight_decay: hyper.weight_decay,
     };
 
-    rig.kernels.adam(&rig.stream, args).unwrap();
+    rig.kernels.update(&rig.stream, &rule, args).unwrap();
     let param16 = narrow.slice();
     let remainder = r.slice();
-    let args = RemainderArgs {
-        param: param16,
-        remainder,
-        first_moment,
-        second_moment,
+    let args = UpdateArgs {
+        weights: Weights::Remainder {
+            param: param16,
+            remainder,
+        },
+        slots: vec![first_moment, second_moment],
         grad,
         scalars,
-        hyper,
+        weight_decay: hyper.weight_decay,
     };
 
-    rig.kernels.adam_remainder(&rig.stream, args).unwrap();
+    rig.kernels.update(&rig.stream, &rule, args).unwrap();
     assert_same("master", &wide.read(), &start.weights);
     assert_same("weights", &narrow.read(), &values::<bf16>(len, 5, false));
     assert_same("first moment", &m.read(), &start.first_moment);

@@ -1,8 +1,12 @@
 //! Launches run in the order of their stream and read their scalars when they run.
 
+use std::sync::Arc;
+
 use half::bf16;
 use zero_alloc::device::{Device, DeviceSlice};
-use zero_kernels::{AdamArgs, AdamHyper, GradStats, StepScalars};
+use zero_kernels::{
+    AdamHyper, AdamScalars, GradStats, StepScalars, UpdateArgs, UpdateRule, Weights,
+};
 
 use crate::Rig;
 use crate::rig::Buffer;
@@ -41,15 +45,16 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
         bias_correction: true,
     };
 
-    let scalars = StepScalars::new(1, 0.5, &hyper, 0.25);
-    let later = StepScalars {
+    let scalars = AdamScalars::new(1, 0.5, &hyper, 0.25);
+    let later = AdamScalars {
         step_size: 5.0,
         bias_correction2_sqrt: 1.0,
         ..scalars
     };
 
     let scalars = rig.buffer(&[StepScalars::skipped()], 0);
-    let later = rig.buffer(&[later], 0);
+    let later = rig.buffer(&[StepScalars::from(later)], 0);
+    let rule: Arc<dyn UpdateRule> = Arc::new(hyper);
     let kernels = &rig.kernels;
     let stream = &rig.stream;
     kernels
@@ -62,21 +67,22 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
         .grad_stats(stream, &[total.any()], scratch.slice(), stats.slice())
         .unwrap();
 
-    let args = AdamArgs {
-        master: w.slice(),
-        first_moment: m.slice(),
-        second_moment: v.slice(),
+    let args = UpdateArgs {
+        weights: Weights::Fp32 {
+            master: w.slice(),
+            param_out: Some(param.any()),
+        },
+        slots: vec![m.slice(), v.slice()],
         grad: total.any(),
-        param_out: Some(param.any()),
         scalars: scalars.slice(),
-        hyper,
+        weight_decay: hyper.weight_decay,
     };
 
-    kernels.adam(stream, args).unwrap();
+    kernels.update(stream, &rule, args.clone()).unwrap();
     rig.device
         .copy(stream, bytes(&later), bytes(&scalars))
         .unwrap();
-    kernels.adam(stream, args).unwrap();
+    kernels.update(stream, &rule, args).unwrap();
     kernels.cast(stream, param.any(), total.any(), 2.0).unwrap();
 
     assert_eq!(

@@ -1,12 +1,15 @@
 //! Bad arguments: the same errors on every device, before anything runs.
 
+use std::sync::Arc;
+
 use half::bf16;
 use zero_alloc::device::{
     AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, DeviceSlice, Element,
 };
 use zero_kernels::step::{StepConfig, StepRecord, StepState};
 use zero_kernels::{
-    AdamArgs, AdvanceArgs, GradStats, KernelError, RankStats, RemainderArgs, Segments, StepScalars,
+    AdvanceArgs, GradStats, KernelError, RankStats, Segments, StepScalars, UpdateArgs, UpdateRule,
+    Weights,
 };
 
 use crate::Rig;
@@ -60,7 +63,7 @@ fn cast<T: Element, U>(slice: DeviceSlice<T>, len: usize) -> DeviceSlice<U> {
     unsafe { DeviceSlice::from_raw_parts(slice.as_ptr().cast(), len, slice.device()) }
 }
 
-pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
+pub fn bad_arguments_of_updates<D: Device>(rig: &Rig<D>) {
     let master = rig.buffer(&[1f32; 8], 0);
     let m = rig.buffer(&[0f32; 8], 0);
     let v = rig.buffer(&[0f32; 8], 0);
@@ -68,82 +71,75 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
     let scalars = rig.buffer(&[StepScalars::skipped()], 0);
     let doubles = rig.buffer(&[0f64; 8], 0);
 
-    let good = AdamArgs {
-        master: master.slice(),
-        first_moment: m.slice(),
-        second_moment: v.slice(),
+    let good = UpdateArgs {
+        weights: Weights::Fp32 {
+            master: master.slice(),
+            param_out: None,
+        },
+        slots: vec![m.slice(), v.slice()],
         grad: grad.any(),
-        param_out: None,
         scalars: scalars.slice(),
-        hyper: hyper(true),
+        weight_decay: 0.1,
     };
 
-    let run = |args: AdamArgs| rig.kernels.adam(&rig.stream, args);
-    assert_eq!(
-        run(AdamArgs {
-            grad: good.grad.slice(0..7),
-            ..good
-        }),
-        length("adam: grad", 8, 7)
-    );
-
-    let first_moment = good.first_moment.slice(0..7);
-    assert_eq!(
-        run(AdamArgs {
-            first_moment,
-            ..good
-        }),
-        length("adam: first_moment", 8, 7)
-    );
-
-    let second_moment = good.second_moment.slice(0..7);
-    assert_eq!(
-        run(AdamArgs {
-            second_moment,
-            ..good
-        }),
-        length("adam: second_moment", 8, 7)
-    );
-
-    let param_out = Some(doubles.any().slice(0..7));
-    assert_eq!(
-        run(AdamArgs { param_out, ..good }),
-        length("adam: param_out", 8, 7)
-    );
-    let scalars = good.scalars.slice(0..0);
-    assert_eq!(
-        run(AdamArgs { scalars, ..good }),
-        length("adam: scalars", 1, 0)
-    );
+    let rule: Arc<dyn UpdateRule> = Arc::new(hyper(true));
+    let run = |change: &dyn Fn(&mut UpdateArgs)| {
+        let mut args = good.clone();
+        change(&mut args);
+        rig.kernels.update(&rig.stream, &rule, args)
+    };
+    let to_param = |param: AnySlice| {
+        run(&|args| {
+            args.weights = Weights::Fp32 {
+                master: master.slice(),
+                param_out: Some(param),
+            }
+        })
+    };
 
     assert_eq!(
-        run(AdamArgs {
-            grad: doubles.any(),
-            ..good
-        }),
-        unsupported("adam: grad", DType::F64)
+        run(&|args| args.grad = grad.any().slice(0..7)),
+        length("update: grad", 8, 7)
+    );
+    for (slot, name) in ["first_moment", "second_moment"].into_iter().enumerate() {
+        assert_eq!(
+            run(&|args| args.slots[slot] = args.slots[slot].slice(0..7)),
+            length(name, 8, 7)
+        );
+    }
+    assert_eq!(
+        run(&|args| args.slots.truncate(1)),
+        length("update: slots", 2, 1)
+    );
+    assert_eq!(
+        to_param(doubles.any().slice(0..7)),
+        length("update: param_out", 8, 7)
+    );
+    assert_eq!(
+        run(&|args| args.scalars = args.scalars.slice(0..0)),
+        length("update: scalars", 1, 0)
     );
 
-    let param_out = Some(doubles.any());
     assert_eq!(
-        run(AdamArgs { param_out, ..good }),
-        unsupported("adam: param_out", DType::F64)
+        run(&|args| args.grad = doubles.any()),
+        unsupported("update: grad", DType::F64)
+    );
+    assert_eq!(
+        to_param(doubles.any()),
+        unsupported("update: param_out", DType::F64)
     );
 
-    let param_out = Some(good.master.erase());
     assert_eq!(
-        run(AdamArgs { param_out, ..good }),
-        overlap("adam: master", "adam: param_out")
+        to_param(master.any()),
+        overlap("update: master", "update: param_out")
     );
-    let grad = good.second_moment.erase();
     assert_eq!(
-        run(AdamArgs { grad, ..good }),
-        overlap("adam: second_moment", "adam: grad")
+        run(&|args| args.grad = v.any()),
+        overlap("second_moment", "update: grad")
     );
-    let scalars = cast(good.first_moment, 1);
     assert_eq!(
-        run(AdamArgs { scalars, ..good }),
-        overlap("adam: first_moment", "adam: scalars")
+        run(&|args| args.scalars = cast(m.slice(), 1)),
+        overlap("first_moment", "update: scalars")
     );
 
     // SAFETY: within `doubles`; the launch is rejected before it accesses memory.
@@ -156,41 +152,35 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
         )
     };
 
-    let error = run(AdamArgs {
-        grad: askew,
-        ..good
-    })
-    .unwrap_err();
+    let error = run(&|args| args.grad = askew).unwrap_err();
     let address = askew.as_ptr() as usize;
 
     assert_eq!(
         error,
         KernelError::Misaligned {
-            what: "adam: grad",
+            what: "update: grad",
             address,
             align_bytes: 2
         }
     );
 
-    let other = elsewhere(good.master);
+    let other = elsewhere(master.slice());
     let on_other = |what| another_device(rig, what, other.device());
     assert_eq!(
-        run(AdamArgs {
-            grad: other.erase(),
-            ..good
-        }),
-        on_other("adam: grad")
+        run(&|args| args.grad = other.erase()),
+        on_other("update: grad")
     );
-
     assert_eq!(
-        run(AdamArgs {
-            master: other,
-            ..good
+        run(&|args| {
+            args.weights = Weights::Fp32 {
+                master: other,
+                param_out: None,
+            }
         }),
-        on_other("adam: master")
+        on_other("update: master")
     );
 
-    run(good).unwrap();
+    run(&|_| ()).unwrap();
     assert_eq!(
         master.read(),
         [1.0; 8],
@@ -198,69 +188,42 @@ pub fn bad_arguments_of_adam<D: Device>(rig: &Rig<D>) {
     );
 }
 
-pub fn bad_arguments_of_adam_remainder<D: Device>(rig: &Rig<D>) {
+pub fn bad_arguments_of_updates_with_remainders<D: Device>(rig: &Rig<D>) {
     let weights = rig.buffer(&[bf16::ONE; 8], 0);
     let r = rig.buffer(&[0i16; 8], 0);
     let m = rig.buffer(&[0f32; 8], 0);
     let v = rig.buffer(&[0f32; 8], 0);
-    let doubles = rig.buffer(&[0f64; 8], 0);
     let grad = rig.buffer(&[0f32; 8], 0);
     let scalars = rig.buffer(&[StepScalars::skipped()], 0);
-    let first_moment = m.slice();
-    let second_moment = v.slice();
-    let scalars = scalars.slice();
     let param = weights.slice();
     let remainder = r.slice();
-    let hyper = hyper(true);
-    let grad = grad.any();
 
-    let good = RemainderArgs {
-        param,
-        remainder,
-        first_moment,
-        second_moment,
-        grad,
-        scalars,
-        hyper,
-    };
-
-    let run = |args: RemainderArgs| rig.kernels.adam_remainder(&rig.stream, args);
-    let short = RemainderArgs {
-        remainder: remainder.slice(0..7),
-        ..good
-    };
-
-    assert_eq!(run(short), length("adam_remainder: remainder", 8, 7));
-    assert_eq!(
-        run(RemainderArgs {
-            grad: grad.slice(0..7),
-            ..good
-        }),
-        length("adam_remainder: grad", 8, 7)
-    );
-
-    let wide = RemainderArgs {
-        grad: doubles.any(),
-        ..good
-    };
-
-    assert_eq!(run(wide), unsupported("adam_remainder: grad", DType::F64));
-    let shared = RemainderArgs {
-        remainder: cast(param, 8),
-        ..good
+    let rule: Arc<dyn UpdateRule> = Arc::new(hyper(true));
+    let run = |param, remainder| {
+        let args = UpdateArgs {
+            weights: Weights::Remainder { param, remainder },
+            slots: vec![m.slice(), v.slice()],
+            grad: grad.any(),
+            scalars: scalars.slice(),
+            weight_decay: 0.1,
+        };
+        rig.kernels.update(&rig.stream, &rule, args)
     };
 
     assert_eq!(
-        run(shared),
-        overlap("adam_remainder: param", "adam_remainder: remainder")
+        run(param, remainder.slice(0..7)),
+        length("update: remainder", 8, 7)
     );
-    let param = elsewhere(param);
-    let elsewhere = run(RemainderArgs { param, ..good });
     assert_eq!(
-        elsewhere,
-        another_device(rig, "adam_remainder: param", param.device())
+        run(param, cast(param, 8)),
+        overlap("update: param", "update: remainder")
     );
-    run(good).unwrap();
+    let other = elsewhere(param);
+    assert_eq!(
+        run(other, remainder),
+        another_device(rig, "update: param", other.device())
+    );
+    run(param, remainder).unwrap();
     assert_eq!(weights.read(), [bf16::ONE; 8]);
 }
 

@@ -64,11 +64,9 @@ fn check_run<D: Device>(
     // Sets of rates, as of parameter groups.
     let sets = if seed.is_multiple_of(2) { 3 } else { 1 };
     let mut random = Random(seed);
-    // The betas change as well.
-    let rate = |p| StepRates {
+    let rate = |p: u64| StepRates {
         lr: 1e-3 / (p + 1) as f64,
-        beta1: 0.9 - 0.01 * (p % 7) as f64,
-        beta2: 0.999,
+        of_rule: std::array::from_fn(|i| (p + i as u64) as f32),
     };
 
     let rates: Vec<StepRates> = (0..sets * rates).map(rate).collect();
@@ -135,7 +133,6 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
         min_scale: 4.0,
         window: 3,
         micro_batches: 2,
-        bias_correction: 1,
         first_position: 5,
         dynamic: 1,
         hysteresis: 2,
@@ -174,7 +171,6 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
     check_run(
         rig,
         StepConfig {
-            bias_correction: 0,
             hysteresis: 0,
             ..config
         },

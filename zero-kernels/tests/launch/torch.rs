@@ -1,9 +1,11 @@
 //! Ten steps compared with PyTorch's AdamW and Adam, element by element
 //! (tests/data/torch_adam.safetensors).
 
+use std::sync::Arc;
+
 use safetensors::SafeTensors;
 use zero_alloc::device::Device;
-use zero_kernels::{AdamArgs, AdamHyper, StepScalars};
+use zero_kernels::{AdamHyper, AdamScalars, StepScalars, UpdateArgs, UpdateRule, Weights};
 
 use crate::Rig;
 
@@ -33,24 +35,26 @@ fn check<D: Device>(
     let first_moment = rig.buffer(&zeroes, 0);
     let second_moment = rig.buffer(&zeroes, 0);
 
+    let rule: Arc<dyn UpdateRule> = Arc::new(hyper);
     for t in 1..=10 {
-        let scalars = StepScalars {
+        let scalars = AdamScalars {
             step_size: (lr / (1.0 - hyper.beta1.powi(t))) as f32,
             bias_correction2_sqrt: (1.0 - hyper.beta2.powi(t)).sqrt() as f32,
-            ..StepScalars::new(t as u64, lr, &hyper, 1.0)
+            ..AdamScalars::new(t as u64, lr, &hyper, 1.0)
         };
         let grad = rig.buffer(&tensor(&format!("{name}.grad{}", t - 1)), 0);
-        let scalars = rig.buffer(&[scalars], 0);
-        let args = AdamArgs {
-            master: weights.slice(),
-            first_moment: first_moment.slice(),
-            second_moment: second_moment.slice(),
+        let scalars = rig.buffer(&[StepScalars::from(scalars)], 0);
+        let args = UpdateArgs {
+            weights: Weights::Fp32 {
+                master: weights.slice(),
+                param_out: None,
+            },
+            slots: vec![first_moment.slice(), second_moment.slice()],
             grad: grad.any(),
-            param_out: None,
             scalars: scalars.slice(),
-            hyper,
+            weight_decay: hyper.weight_decay,
         };
-        rig.kernels.adam(&rig.stream, args).unwrap();
+        rig.kernels.update(&rig.stream, &rule, args).unwrap();
         for (i, (&ours, &theirs)) in weights
             .read()
             .iter()

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use proptest::prelude::*;
 use zero_kernels::host::{self, AdamSlices, Workers};
-use zero_kernels::{Float, GradStats, StepScalars, reference};
+use zero_kernels::{AdamScalars, Float, GradStats, reference};
 
 use crate::common::{assert_same, hyper, scalars, squares, values};
 
@@ -107,7 +107,7 @@ proptest! {
             grad: &vec![0f32; len][..],
             param_out: None,
         };
-        host::adam(slices, &StepScalars::new(1, 1e-2, &hyper, 1.0), &hyper).unwrap();
+        host::adam(slices, &AdamScalars::new(1, 1e-2, &hyper, 1.0), &hyper).unwrap();
         prop_assert_eq!(w, start);
         prop_assert!(m.iter().chain(&v).all(|&x| x == 0.0));
     }

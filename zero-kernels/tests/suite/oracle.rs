@@ -2,8 +2,8 @@
 //! special values, poisoned outputs, threads.
 
 use half::{bf16, f16};
-use zero_kernels::host::{self, AdamSlices, Workers};
-use zero_kernels::{Float, StepScalars, reference};
+use zero_kernels::host::{self, AdamSlices, Parts, Workers};
+use zero_kernels::{AdamScalars, Float, reference};
 
 use crate::common::{LENGTHS, assert_same, hyper, scalars, squares, values};
 
@@ -143,7 +143,7 @@ fn skipped_step_writes_nothing() {
     let grad = values::<bf16>(255, 4, true);
     let start = State::<f32, f32, bf16>::new(255);
     let mut after = start.clone();
-    let skip = StepScalars {
+    let skip = AdamScalars {
         skip: 1,
         ..scalars(1e-2, 1.0)
     };

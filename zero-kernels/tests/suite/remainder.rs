@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use zero_kernels::host::{AdamSlices, RemainderSlices, adam, adam_remainder, join, split};
-use zero_kernels::{Float, StepScalars};
+use zero_kernels::{AdamScalars, Float};
 
 use crate::common::{LENGTHS, assert_same, hyper, scalars, squares, values};
 
@@ -100,6 +100,14 @@ fn short_slices_are_refused() {
         second_moment: &mut v,
         grad: &g,
     };
-    adam_remainder(all, &StepScalars::skipped(), &hyper).unwrap();
+    adam_remainder(
+        all,
+        &AdamScalars {
+            skip: 1,
+            ..AdamScalars::default()
+        },
+        &hyper,
+    )
+    .unwrap();
     assert_eq!((w, r, m, v), ([bf16::ONE; 3], [5; 3], [1.0; 3], [1.0; 3]));
 }

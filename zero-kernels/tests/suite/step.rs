@@ -1,7 +1,7 @@
 //! The rules of a step, apart from those that zero-optim's tests compare with DeepSpeed.
 
 use zero_kernels::step::{StepConfig, StepRates, StepState, advance_step};
-use zero_kernels::{AdamHyper, GradStats, RankStats, StepScalars};
+use zero_kernels::{AdamHyper, AdamScalars, GradStats, RULE_SCALARS, RankStats, StepScalars};
 
 #[test]
 fn missing_rates_halt_the_run() {
@@ -10,7 +10,6 @@ fn missing_rates_halt_the_run() {
         min_scale: 1.0,
         window: 1,
         micro_batches: 1,
-        bias_correction: 1,
         first_position: 5,
         dynamic: 0,
         hysteresis: 1,
@@ -27,8 +26,7 @@ fn missing_rates_halt_the_run() {
     let ranks = [RankStats::new(&[], 0.0)];
     let rates = [StepRates {
         lr: 1e-3,
-        beta1: 0.9,
-        beta2: 0.999,
+        of_rule: [0.5; RULE_SCALARS],
     }];
 
     let mut state = start;
@@ -74,7 +72,7 @@ fn bias_correction_can_be_off() {
     };
 
     let with = |t, hyper: &AdamHyper| {
-        let scalars = StepScalars::new(t, 0.25, hyper, 1.0);
+        let scalars = AdamScalars::new(t, 0.25, hyper, 1.0);
         (scalars.step_size, scalars.bias_correction2_sqrt)
     };
 
@@ -94,7 +92,6 @@ fn scale_never_halves_without_hysteresis() {
         min_scale: 1.0,
         window: 2,
         micro_batches: 1,
-        bias_correction: 1,
         first_position: 0,
         dynamic: 1,
         hysteresis: 0,
@@ -105,8 +102,7 @@ fn scale_never_halves_without_hysteresis() {
 
     let rates = [StepRates {
         lr: 1e-3,
-        beta1: 0.9,
-        beta2: 0.999,
+        of_rule: [0.5; RULE_SCALARS],
     }; 8];
 
     let mut state = StepState::new(4.0, 0);

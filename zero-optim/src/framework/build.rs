@@ -9,11 +9,12 @@ use zero_alloc::Purpose;
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostDevice;
 use zero_comm::{BucketOptions, Buckets, PrefetchOptions, PrefetchReport, Prefetcher, WaitOnDrop};
+use zero_kernels::UpdateRule;
 use zero_shard::{Layout, ParamId, ParamPlacement, ParamSpec, UnitLayout, UnitSpec, ZeroStage};
 
 use crate::{
-    AdamWBuilder, GroupRules, OffloadOptions, OptimizerConfig, ParamGroups, RankSettings, Segment,
-    ShardedAdamW, StateKind, StateRange, agree,
+    GroupRules, OptimizerBuilder, OptimizerConfig, ParamGroups, RankSettings, Segment,
+    ShardedOptimizer, StateFormat, StateHome, StateKind, StateRange, agree,
 };
 
 use super::FrameworkError;
@@ -31,7 +32,7 @@ const MAX_BUCKET_ELEMS: usize = 32 << 20;
 type GroupOf = Box<dyn Fn(&str) -> usize>;
 
 /// Sets the place of the optimizer's state.
-type Offload<D> = Box<dyn for<'a> FnOnce(AdamWBuilder<'a, D>) -> AdamWBuilder<'a, D>>;
+type Offload<D> = Box<dyn for<'a> FnOnce(OptimizerBuilder<'a, D>) -> OptimizerBuilder<'a, D>>;
 
 impl<D: Device> Zero<D> {
     /// The settings of a run on `rank`: stage 2 in fp32, one micro-batch a step, AdamW with its
@@ -55,6 +56,8 @@ pub struct Builder<D: Device> {
     group_of: GroupOf,
     bucket_elems: Option<usize>,
     prefetch: PrefetchOptions,
+    rule: Option<Arc<dyn UpdateRule>>,
+    format: StateFormat,
     offload: Option<Offload<D>>,
 }
 
@@ -83,6 +86,8 @@ impl<D: Device> Builder<D> {
             group_of: Box::new(|_| 0),
             bucket_elems: None,
             prefetch: PrefetchOptions::default(),
+            rule: None,
+            format: StateFormat::default(),
             offload: None,
         }
     }
@@ -109,6 +114,19 @@ impl<D: Device> Builder<D> {
     /// Sets AdamW, its schedule, clipping and loss scale.
     pub fn adamw(mut self, config: OptimizerConfig) -> Self {
         self.config = config;
+        self
+    }
+
+    /// Sets the update rule, in place of AdamW; schedule, clipping and loss scale are still those of
+    /// [`Self::adamw`].
+    pub fn rule(mut self, rule: Arc<dyn UpdateRule>) -> Self {
+        self.rule = Some(rule);
+        self
+    }
+
+    /// Sets the formats of the optimizer's state. Default: fp32.
+    pub fn format(mut self, format: StateFormat) -> Self {
+        self.format = format;
         self
     }
 
@@ -215,6 +233,8 @@ impl<D: Device> Builder<D> {
             group_of,
             bucket_elems,
             prefetch,
+            rule,
+            format,
             offload,
         } = self;
 
@@ -236,10 +256,15 @@ impl<D: Device> Builder<D> {
             false => Segment::wholes(&layout, rank.id()),
         };
         let of_rank = groups.of_rank(&layout, rank.id(), stage)?;
-        let optim = ShardedAdamW::builder(&rank.pool, Arc::clone(&rank.kernels), &rank.compute)
+        let optim = ShardedOptimizer::builder(&rank.pool, Arc::clone(&rank.kernels), &rank.compute)
             .config(config)
             .param_dtype(dtype)
+            .format(format)
             .groups(&of_rank);
+        let optim = match rule {
+            Some(rule) => optim.rule(rule),
+            None => optim,
+        };
         let optim = match offload {
             Some(offload) => offload(optim),
             None => optim,
@@ -308,9 +333,9 @@ impl<D: Device> Builder<D> {
 }
 
 impl Builder<HostDevice> {
-    /// Keeps the optimizer's state in another format, or on NVMe.
-    pub fn offload(mut self, options: OffloadOptions) -> Self {
-        self.offload = Some(Box::new(move |optim| optim.offload(options)));
+    /// Keeps the optimizer's state in pieces, in host memory or on NVMe.
+    pub fn offload(mut self, home: StateHome) -> Self {
+        self.offload = Some(Box::new(move |optim| optim.offload(home)));
         self
     }
 }
@@ -451,7 +476,7 @@ fn initialise<D: Device>(
     rank: &Rank<D>,
     layout: &Layout,
     params: &[UnitParams<D>],
-    optim: &mut ShardedAdamW<D>,
+    optim: &mut ShardedOptimizer<D>,
     init: &mut impl FnMut(&str, &[u64], &mut [f32]),
 ) -> Result<Vec<(String, u64)>, FrameworkError> {
     let mut hashes = Vec::new();

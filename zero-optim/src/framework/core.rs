@@ -11,7 +11,7 @@ use zero_ckpt::{CkptError, ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
 use zero_kernels::RankStats;
 use zero_shard::{Layout, ParamId, ZeroStage};
 
-use crate::{Divisor, GatheredStats, RankParams, RankSettings, ShardedAdamW, StepOutcome};
+use crate::{Divisor, GatheredStats, RankParams, RankSettings, ShardedOptimizer, StepOutcome};
 use crate::{UnitSlices, agree};
 
 use super::FrameworkError;
@@ -41,7 +41,7 @@ pub(super) struct Core<D: Device> {
     pub(super) layout: Layout,
     pub(super) params: Vec<UnitParams<D>>,
     pub(super) gradients: Gradients<D>,
-    pub(super) optim: ShardedAdamW<D>,
+    pub(super) optim: ShardedOptimizer<D>,
     /// Steps that ended.
     pub(super) steps: u64,
     /// The framework's part of a checkpoint.

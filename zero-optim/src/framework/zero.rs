@@ -8,7 +8,7 @@ use zero_alloc::device::Device;
 use zero_comm::{PrefetchReport, Prefetcher, WaitOnDrop};
 use zero_shard::{Layout, ZeroStage};
 
-use crate::ShardedAdamW;
+use crate::ShardedOptimizer;
 
 use super::FrameworkError;
 use super::core::Core;
@@ -177,7 +177,7 @@ impl<D: Device> Zero<D> {
     }
 
     /// The optimizer: settings, progress, loss scale.
-    pub fn optimizer(&self) -> &ShardedAdamW<D> {
+    pub fn optimizer(&self) -> &ShardedOptimizer<D> {
         &self.core.optim
     }
 

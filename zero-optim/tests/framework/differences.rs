@@ -8,7 +8,7 @@ use proptest::sample::select;
 use zero_alloc::device::{Device, Stream};
 use zero_alloc::swap::SwapOptions;
 use zero_comm::{Communicator, PrefetchOptions};
-use zero_optim::{LrSchedule, StateHome};
+use zero_optim::{LrSchedule, Moments, StateFormat, StateHome};
 
 use super::*;
 
@@ -90,13 +90,13 @@ const SETTINGS: &[(Change, &str)] = &[
         "prefetch is ",
     ),
     (
-        |b| b.offload(OffloadOptions::default().bf16_moments(true)),
+        |b| {
+            b.format(StateFormat::default().moments(Moments::Bf16))
+                .offload(StateHome::Memory)
+        },
         "moments is ",
     ),
-    (
-        |b| b.offload(OffloadOptions::default()),
-        "home of the state is ",
-    ),
+    (|b| b.offload(StateHome::Memory), "home of the state is "),
     (|b| b.offload(on_nvme()), "home of the state is "),
 ];
 
@@ -118,12 +118,12 @@ fn group_of(name: &str) -> usize {
     usize::from(name.ends_with(".b"))
 }
 
-fn on_nvme() -> OffloadOptions {
-    OffloadOptions::default().home(StateHome::Nvme {
+fn on_nvme() -> StateHome {
+    StateHome::Nvme {
         dir: std::env::temp_dir(),
         options: SwapOptions::default(),
         buffers: 2,
-    })
+    }
 }
 
 /// A deviation of one rank in or after a step.

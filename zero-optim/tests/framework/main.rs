@@ -3,6 +3,7 @@
 
 mod differences;
 mod misuse;
+mod momentum;
 #[cfg(feature = "cuda")]
 mod on_cuda;
 
@@ -17,7 +18,7 @@ use zero_comm::CommOptions;
 use zero_comm::threads::{ThreadsComm, World};
 use zero_kernels::host::HostKernels;
 use zero_optim::framework::{Builder, FrameworkError, Params, Rank, Step, Zero};
-use zero_optim::{GroupRules, LossScaling, OffloadOptions, OptimizerConfig, StepOutcome};
+use zero_optim::{GroupRules, LossScaling, OptimizerConfig, StepOutcome};
 use zero_shard::ZeroStage;
 
 type Host = HostDevice;
@@ -408,7 +409,7 @@ fn state_on_nvme_changes_no_bit() {
                     options: zero_alloc::swap::SwapOptions::default(),
                     buffers: 3,
                 };
-                zero = zero.offload(OffloadOptions::default().home(home));
+                zero = zero.offload(home);
             }
             let mut zero = zero.build(init)?;
             for _step in 0..3 {

@@ -12,10 +12,17 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
     Divisor, GatheredStats, GroupRules, GroupRun, OptimError, OptimizerConfig, ParamGroups,
-    RankStats, Segment, ShardedAdamW, StateKind, StepInputs, StepOutcome, UnitSlices,
+    RankStats, Segment, ShardedOptimizer, StateKind, StepInputs, StepOutcome, UnitSlices,
 };
 
 pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// The kinds of Adam's state.
+pub const KINDS: [StateKind; 3] = [
+    StateKind::Master,
+    StateKind::Slot("first_moment"),
+    StateKind::Slot("second_moment"),
+];
 
 /// Host memory with values of a dtype.
 pub struct Buffer {
@@ -98,7 +105,7 @@ pub enum Holding {
 
 /// One rank: its optimizer and its parameters.
 pub struct Rank {
-    pub optim: ShardedAdamW<HostDevice>,
+    pub optim: ShardedOptimizer<HostDevice>,
     pub params: Vec<Buffer>,
     pub pool: Pool<HostDevice>,
     pub stream: HostStream,
@@ -177,7 +184,7 @@ impl Rank {
         };
 
         let config = config.clone();
-        let mut optim = ShardedAdamW::builder(&pool, kernels, &stream)
+        let mut optim = ShardedOptimizer::builder(&pool, kernels, &stream)
             .config(config)
             .param_dtype(dtype)
             .groups(&groups)

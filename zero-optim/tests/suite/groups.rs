@@ -9,12 +9,12 @@ use zero_alloc::{Pool, Purpose};
 use zero_kernels::AdamHyper;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling, LrSchedule,
-    OffloadOptions, OptimError, OptimizerConfig, ParamGroups, RankStats, Segment, ShardedAdamW,
-    StateKind,
+    Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling, LrSchedule, Masters,
+    Moments, OptimError, OptimizerConfig, ParamGroups, RankStats, Segment, ShardedOptimizer,
+    StateFormat, StateHome,
 };
 
-use crate::common::{Holding, LIMIT, Random, Rank, World};
+use crate::common::{Holding, KINDS, LIMIT, Random, Rank, World};
 
 const UNITS: [usize; 3] = [18, 6, 24];
 const WORLD: usize = 3;
@@ -179,7 +179,7 @@ fn readers_of_gradients_are_ordered_around_the_statistics() {
             runs,
             ..ParamGroups::default()
         };
-        let mut optim = ShardedAdamW::builder(&pool, kernels, &compute)
+        let mut optim = ShardedOptimizer::builder(&pool, kernels, &compute)
             .config(config)
             .groups(&groups)
             .build(segments)
@@ -249,7 +249,7 @@ fn equal_rules_change_nothing() {
         step_all(&mut worlds, &random_units(&mut random), DType::Bf16);
     }
 
-    for kind in StateKind::ALL {
+    for kind in KINDS {
         let [plain, grouped] = worlds
             .each_ref()
             .map(|world| bits(world.ranks[1].state(kind).unwrap()));
@@ -484,7 +484,7 @@ fn groups_match_pytorch() {
 /// Ranks compare the format and home of the state, the rules of groups, and who has which.
 #[test]
 fn settings_name_formats_and_groups() {
-    let differing = |offload: Option<OffloadOptions>, frozen: bool, group: usize| {
+    let differing = |format: Option<StateFormat>, frozen: bool, group: usize| {
         let device = HostDevice::new();
         let stream = device.create_stream("compute").unwrap();
         let pool = Pool::new(device, usize::MAX);
@@ -493,11 +493,11 @@ fn settings_name_formats_and_groups() {
         let groups = ParamGroups::new(vec![GroupRules::default(), other], [(0..4, 0)])
             .assigned([("u.w".to_owned(), group)]);
 
-        let builder = ShardedAdamW::builder(&pool, kernels, &stream)
+        let builder = ShardedOptimizer::builder(&pool, kernels, &stream)
             .param_dtype(DType::Bf16)
             .groups(&groups);
-        let builder = match offload {
-            Some(options) => builder.offload(options),
+        let builder = match format {
+            Some(format) => builder.format(format).offload(StateHome::Memory),
             None => builder,
         };
         let optim = builder.build(vec![Segment::shard("u", 0..4)]).unwrap();
@@ -516,22 +516,15 @@ fn settings_name_formats_and_groups() {
 
     let home = named("home of the state", "host memory");
     let only_home = std::slice::from_ref(&home);
-    let in_memory = OffloadOptions::default();
+    let fp32 = StateFormat::default();
     assert_eq!(difference(differing(None, false, 0)), []);
+    assert_eq!(difference(differing(Some(fp32), false, 0)), only_home);
     assert_eq!(
-        difference(differing(Some(in_memory.clone()), false, 0)),
-        only_home
-    );
-    assert_eq!(
-        difference(differing(
-            Some(in_memory.clone().bf16_moments(true)),
-            false,
-            0
-        )),
+        difference(differing(Some(fp32.moments(Moments::Bf16)), false, 0)),
         [named("moments", "bf16"), home.clone()]
     );
     assert_eq!(
-        difference(differing(Some(in_memory.remainder(true)), false, 0)),
+        difference(differing(Some(fp32.masters(Masters::Remainder)), false, 0)),
         [named("masters", "Remainders"), home]
     );
     assert_eq!(

@@ -7,25 +7,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
 use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced, Stream};
+use zero_alloc::device::{DType, Device, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::swap::SwapOptions;
-use zero_kernels::host::HostKernels;
-use zero_kernels::step::RankStats;
+use zero_kernels::host::{HostKernels, UpdateSlices};
 use zero_kernels::{
-    AdamArgs, AdvanceArgs, GradStats, KernelError, Kernels, RemainderArgs, Segments,
+    AdamHyper, Codec, KernelError, RULE_SCALARS, SettingError, Slot, StepPoint, UpdateForm,
+    UpdateRule,
 };
 use zero_optim::{
-    Divisor, GatheredStats, GroupRules, OffloadOptions, OptimError, OptimizerConfig, ParamGroups,
-    Segment, ShardedAdamW, StateHome, StateKind, StateRange, UnitSlices,
+    Divisor, GatheredStats, GroupRules, Masters, Moments, OptimError, OptimizerConfig, ParamGroups,
+    Segment, ShardedOptimizer, StateFormat, StateHome, StateKind, StateRange, UnitSlices,
 };
 
-use super::common::{Buffer, LIMIT, Random};
+use super::common::{Buffer, KINDS, LIMIT, Random};
 
 /// An optimizer of one rank with its parameters.
 struct Run {
     stream: HostStream,
-    optim: ShardedAdamW<HostDevice>,
+    optim: ShardedOptimizer<HostDevice>,
     params: Vec<Buffer>,
 }
 
@@ -39,25 +39,42 @@ struct Inputs {
     seed: u64,
 }
 
-/// The optimizer of a run.
+/// The formats of a run's state, and its home unless it is plain memory.
 #[derive(Clone, Copy)]
-enum Form<'a> {
-    Plain,
-    /// In plain memory, with remainders.
-    Remainders,
-    Offloaded(&'a OffloadOptions),
+struct Form<'a> {
+    format: StateFormat,
+    home: Option<&'a StateHome>,
+}
+
+fn plain() -> Form<'static> {
+    Form {
+        format: StateFormat::default(),
+        home: None,
+    }
+}
+
+fn format(remainder: bool, bf16_moments: bool) -> StateFormat {
+    let masters = match remainder {
+        true => Masters::Remainder,
+        false => Masters::Fp32,
+    };
+    let moments = match bf16_moments {
+        true => Moments::Bf16,
+        false => Moments::Fp32,
+    };
+    StateFormat::default().masters(masters).moments(moments)
 }
 
 impl Inputs {
     fn run(&self, device: HostDevice, form: Form<'_>) -> Result<Run, OptimError> {
-        self.run_with(device, form, Arc::new(HostKernels::new(1)?))
+        self.run_with(device, form, Arc::new(AdamHyper::default()))
     }
 
     fn run_with(
         &self,
         device: HostDevice,
         form: Form<'_>,
-        kernels: Arc<dyn Kernels<HostDevice>>,
+        rule: Arc<dyn UpdateRule>,
     ) -> Result<Run, OptimError> {
         let stream = device.create_stream("update")?;
         let pool = Pool::new(device.clone(), 1 << 30);
@@ -90,14 +107,16 @@ impl Inputs {
             .iter()
             .map(|&len| Buffer::new(&random.values(len), self.dtype))
             .collect();
-        let builder = ShardedAdamW::builder(&pool, kernels, &stream)
+        let kernels = Arc::new(HostKernels::new(1)?);
+        let builder = ShardedOptimizer::builder(&pool, kernels, &stream)
+            .rule(rule)
             .config(config)
             .param_dtype(self.dtype)
+            .format(form.format)
             .groups(&groups);
-        let builder = match form {
-            Form::Plain => builder,
-            Form::Remainders => builder.remainders(true),
-            Form::Offloaded(options) => builder.offload(options.clone()),
+        let builder = match form.home {
+            Some(home) => builder.offload(home.clone()),
+            None => builder,
         };
 
         let mut optim = builder.build(segments)?;
@@ -259,9 +278,11 @@ proptest! {
         let remainder = remainder && inputs.dtype == DType::Bf16;
         let dir = tempfile::tempdir().unwrap();
         let home = if place == 0 { nvme(dir.path(), buffers) } else { StateHome::Memory };
-        let options = OffloadOptions::default().home(home).remainder(remainder);
-        let form = if place == 2 && remainder { Form::Remainders } else { Form::Offloaded(&options) };
-        let mut plain = inputs.run(HostDevice::new(), Form::Plain).unwrap();
+        let form = Form {
+            format: format(remainder, false),
+            home: (place < 2 || !remainder).then_some(&home),
+        };
+        let mut plain = inputs.run(HostDevice::new(), plain()).unwrap();
         let device = HostDevice::seeded(schedule);
         let mut pieces = inputs.run(device.clone(), form).unwrap();
 
@@ -272,7 +293,7 @@ proptest! {
 
         let mut copy = inputs.run(device.clone(), form).unwrap();
         for unit in 0..inputs.lens.len() {
-            for kind in StateKind::ALL {
+            for kind in KINDS {
                 let state = pieces.state(kind, unit);
                 prop_assert!(state == plain.state(kind, unit), "{kind:?} of unit {unit}");
                 copy.set_state(kind, unit, &state);
@@ -287,7 +308,7 @@ proptest! {
         }
 
         for unit in 0..inputs.lens.len() {
-            for kind in StateKind::ALL {
+            for kind in KINDS {
                 prop_assert!(copy.state(kind, unit) == plain.state(kind, unit), "{kind:?} of unit {unit}, copied");
             }
         }
@@ -316,21 +337,18 @@ fn bytes_of_a_step() {
         (false, true, 8),
         (true, true, 6),
     ] {
-        let options = OffloadOptions::default()
-            .home(nvme(dir.path(), 3))
-            .remainder(remainder);
-        let mut run = inputs
-            .run(
-                HostDevice::new(),
-                Form::Offloaded(&options.bf16_moments(bf16_moments)),
-            )
-            .unwrap();
+        let form = Form {
+            format: format(remainder, bf16_moments),
+            home: Some(&nvme(dir.path(), 3)),
+        };
+        let mut run = inputs.run(HostDevice::new(), form).unwrap();
         let blocks = |elems: usize| (elems * bytes).next_multiple_of(4096) as u64;
         let pieces = [2048, 2048, 2048, 100, 2048, 2048, 904];
         let expected: u64 = pieces.into_iter().map(blocks).sum();
         // Reading the state waits for all writes.
-        let read_all =
-            |run: &mut Run| (0..4).for_each(|unit| drop(run.state(StateKind::FirstMoment, unit)));
+        let read_all = |run: &mut Run| {
+            (0..4).for_each(|unit| drop(run.state(StateKind::Slot("first_moment"), unit)))
+        };
         read_all(&mut run);
         let file = run.optim.file().unwrap().clone();
         let before = [file.read_bytes(), file.written_bytes()];
@@ -355,9 +373,11 @@ fn bf16_moments_are_not_biased() {
         seed: 3,
     };
 
-    let options = OffloadOptions::default().bf16_moments(true);
-    let offloaded = Form::Offloaded(&options);
-    let mut plain = inputs.run(HostDevice::new(), Form::Plain).unwrap();
+    let offloaded = Form {
+        format: format(false, true),
+        home: Some(&StateHome::Memory),
+    };
+    let mut plain = inputs.run(HostDevice::new(), plain()).unwrap();
     let mut small = inputs.run(HostDevice::new(), offloaded).unwrap();
     let mut again = inputs.run(HostDevice::new(), offloaded).unwrap();
 
@@ -368,7 +388,7 @@ fn bf16_moments_are_not_biased() {
     }
 
     let sum = |run: &mut Run| {
-        run.state(StateKind::SecondMoment, 0)
+        run.state(StateKind::Slot("second_moment"), 0)
             .into_iter()
             .map(|b| f64::from(f32::from_bits(b)))
             .sum::<f64>()
@@ -378,7 +398,8 @@ fn bf16_moments_are_not_biased() {
     // Rounded to nearest, the second moments of this test are 1.9% off.
     assert!((ratio - 1.0).abs() < 1e-3, "second moments: {ratio}");
     assert!(
-        small.state(StateKind::FirstMoment, 0) == again.state(StateKind::FirstMoment, 0),
+        small.state(StateKind::Slot("first_moment"), 0)
+            == again.state(StateKind::Slot("first_moment"), 0),
         "the bits are repeatable"
     );
     assert_eq!(small.params(), again.params());
@@ -402,21 +423,34 @@ fn settings_that_do_not_fit_are_refused() {
             .to_string()
     };
 
-    let error = |options: OffloadOptions| refused(Form::Offloaded(&options));
+    let error = |home: StateHome| {
+        refused(Form {
+            home: Some(&home),
+            ..plain()
+        })
+    };
+    for home in [None, Some(&StateHome::Memory)] {
+        assert_eq!(
+            refused(Form {
+                format: format(true, false),
+                home,
+            }),
+            "masters as 16-bit remainders need parameters of bf16, got fp16"
+        );
+    }
     assert_eq!(
-        refused(Form::Remainders),
-        "masters as 16-bit remainders need parameters of bf16, got fp16"
+        refused(Form {
+            format: format(false, true),
+            home: None,
+        }),
+        "first_moment in another format than fp32 needs an optimizer that is offloaded"
     );
     assert_eq!(
-        error(OffloadOptions::default().remainder(true)),
-        "masters as 16-bit remainders need parameters of bf16, got fp16"
-    );
-    assert_eq!(
-        error(OffloadOptions::default().home(nvme(dir.path(), 0))),
+        error(nvme(dir.path(), 0)),
         "buffers is 0; it must be at least 1"
     );
     let missing = dir.path().join("missing");
-    let error = error(OffloadOptions::default().home(nvme(&missing, 3)));
+    let error = error(nvme(&missing, 3));
     assert!(error.contains(&missing.display().to_string()), "{error}");
 }
 
@@ -432,10 +466,11 @@ fn failed_transfer_is_reported() {
         seed: 5,
     };
 
-    let options = OffloadOptions::default().home(nvme(dir.path(), 2));
-    let mut run = inputs
-        .run(HostDevice::new(), Form::Offloaded(&options))
-        .unwrap();
+    let form = Form {
+        home: Some(&nvme(dir.path(), 2)),
+        ..plain()
+    };
+    let mut run = inputs.run(HostDevice::new(), form).unwrap();
     let stream = run.stream.clone();
 
     stream
@@ -461,79 +496,49 @@ fn failed_transfer_is_reported() {
     assert!(error.to_string().contains("unplugged"), "{error}");
 }
 
-/// Kernels whose update panics once it is armed.
+/// Adam, whose update panics once it is armed.
+#[derive(Debug)]
 struct Panics {
-    kernels: HostKernels,
+    adam: AdamHyper,
     armed: AtomicBool,
 }
 
-// SAFETY: the operations are those of `kernels`, or none.
-unsafe impl Kernels<HostDevice> for Panics {
-    fn adam(&self, stream: &HostStream, args: AdamArgs) -> Result<(), KernelError> {
+impl UpdateRule for Panics {
+    fn name(&self) -> &'static str {
+        "panics"
+    }
+
+    fn label(&self, _: &UpdateForm) -> &'static str {
         assert!(!self.armed.swap(false, Ordering::Relaxed), "on purpose");
-        self.kernels.adam(stream, args)
+        "panics"
     }
 
-    fn adam_remainder(&self, stream: &HostStream, args: RemainderArgs) -> Result<(), KernelError> {
-        self.kernels.adam_remainder(stream, args)
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        self.adam.settings()
     }
 
-    fn cast(
-        &self,
-        stream: &HostStream,
-        src: AnySlice,
-        dst: AnySlice,
-        scale: f32,
-    ) -> Result<(), KernelError> {
-        self.kernels.cast(stream, src, dst, scale)
+    fn check(&self) -> Result<(), SettingError> {
+        self.adam.check()
     }
 
-    fn pack(
-        &self,
-        stream: &HostStream,
-        parts: &[(AnySlice, usize)],
-        segments: Segments,
-        dst: AnySlice,
-    ) -> Result<(), KernelError> {
-        self.kernels.pack(stream, parts, segments, dst)
+    fn weight_decay(&self) -> f64 {
+        self.adam.weight_decay
     }
 
-    fn accumulate(
-        &self,
-        stream: &HostStream,
-        grad: AnySlice,
-        acc: DeviceSlice<f32>,
-    ) -> Result<(), KernelError> {
-        self.kernels.accumulate(stream, grad, acc)
+    fn betas(&self) -> Option<[f64; 2]> {
+        self.adam.betas()
     }
 
-    fn stats_scratch_elems(&self, lens: &[usize]) -> usize {
-        self.kernels.stats_scratch_elems(lens)
+    fn slots(&self, averages: Codec) -> Vec<Slot> {
+        self.adam.slots(averages)
     }
 
-    fn grad_stats(
-        &self,
-        stream: &HostStream,
-        grads: &[AnySlice],
-        scratch: DeviceSlice<f64>,
-        out: DeviceSlice<GradStats>,
-    ) -> Result<(), KernelError> {
-        self.kernels.grad_stats(stream, grads, scratch, out)
+    fn scalars(&self, at: &StepPoint) -> [f32; RULE_SCALARS] {
+        self.adam.scalars(at)
     }
 
-    fn rank_stats(
-        &self,
-        stream: &HostStream,
-        units: DeviceSlice<GradStats>,
-        loss: DeviceSlice<f64>,
-        flags: DeviceSlice<u64>,
-        out: DeviceSlice<RankStats>,
-    ) -> Result<(), KernelError> {
-        self.kernels.rank_stats(stream, units, loss, flags, out)
-    }
-
-    fn advance_step(&self, stream: &HostStream, args: AdvanceArgs) -> Result<(), KernelError> {
-        self.kernels.advance_step(stream, args)
+    fn update(&self, slices: UpdateSlices<'_>) -> Result<(), KernelError> {
+        self.adam.update(slices)
     }
 }
 
@@ -548,21 +553,20 @@ fn panicked_update_fails_later_ones() {
     };
 
     for home in [StateHome::Memory, nvme(dir.path(), 2)] {
-        let options = OffloadOptions::default().home(home);
-        let kernels = Arc::new(Panics {
-            kernels: HostKernels::new(1).unwrap(),
+        let rule = Arc::new(Panics {
+            adam: AdamHyper::default(),
             armed: AtomicBool::new(false),
         });
+        let form = Form {
+            home: Some(&home),
+            ..plain()
+        };
         let mut run = inputs
-            .run_with(
-                HostDevice::new(),
-                Form::Offloaded(&options),
-                kernels.clone(),
-            )
+            .run_with(HostDevice::new(), form, rule.clone())
             .unwrap();
         inputs.step(&mut run, 0);
 
-        kernels.armed.store(true, Ordering::Relaxed);
+        rule.armed.store(true, Ordering::Relaxed);
         let panicked = catch_unwind(AssertUnwindSafe(|| inputs.step(&mut run, 1)));
         assert_eq!(panicked.unwrap_err().downcast_ref(), Some(&"on purpose"));
 
@@ -603,8 +607,12 @@ fn resident_remainders_split_the_masters() {
         seed: 7,
     };
 
-    let mut plain = inputs.run(HostDevice::new(), Form::Plain).unwrap();
-    let mut split = inputs.run(HostDevice::new(), Form::Remainders).unwrap();
+    let mut plain = inputs.run(HostDevice::new(), plain()).unwrap();
+    let remainders = Form {
+        format: format(true, false),
+        home: None,
+    };
+    let mut split = inputs.run(HostDevice::new(), remainders).unwrap();
     for step in 0..20 {
         inputs.step(&mut plain, step);
         inputs.step(&mut split, step);

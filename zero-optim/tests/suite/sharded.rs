@@ -11,10 +11,10 @@ use zero_kernels::AdamHyper;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
     Divisor, DynamicScaling, GatheredStats, LossScaling, LrSchedule, OptimError, OptimizerConfig,
-    Segment, ShardedAdamW, StateKind, StepOutcome, UnitSlices,
+    Segment, ShardedOptimizer, StateKind, StepOutcome, UnitSlices,
 };
 
-use crate::common::{Buffer, Holding, LIMIT, Random, Rank, World};
+use crate::common::{Buffer, Holding, KINDS, LIMIT, Random, Rank, World};
 
 fn config() -> OptimizerConfig {
     OptimizerConfig::default()
@@ -178,7 +178,7 @@ fn skipped_step_changes_only_the_loss_scale() {
     for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         let mut world = World::new(&config, DType::F16, &init, 2, Holding::Shard);
         world.step(&grads[0], DType::F16, 1);
-        let before: Vec<_> = StateKind::ALL
+        let before: Vec<_> = KINDS
             .map(|k| world.ranks[1].state(k).unwrap().to_vec())
             .into();
         let params = world.params();
@@ -203,7 +203,7 @@ fn skipped_step_changes_only_the_loss_scale() {
         );
         assert_eq!((loss_scale, next_loss_scale), (16.0, 8.0));
         assert_eq!(world.ranks[0].optim.loss_scale(), 8.0);
-        let after: Vec<_> = StateKind::ALL
+        let after: Vec<_> = KINDS
             .map(|k| world.ranks[1].state(k).unwrap().to_vec())
             .into();
         assert_eq!(after, before);
@@ -275,7 +275,7 @@ fn resumed_run_is_bit_identical() {
         new.optim
             .restore(&serde_json::from_str(&progress).unwrap())
             .unwrap();
-        for kind in StateKind::ALL {
+        for kind in KINDS {
             new.write_state(kind, old.state(kind).unwrap());
         }
         new.write_params();
@@ -326,7 +326,7 @@ fn scattered_params_have_the_same_bits() {
         let mut flat = Rank::new(&config(), dtype, &init, 0, 1, Holding::Shard);
         let kernels = Arc::new(HostKernels::new(1).unwrap());
         let segments = vec![Segment::shard("unit0", 0..8).with_padding(2)];
-        let mut optim = ShardedAdamW::builder(&flat.pool, kernels, &flat.stream)
+        let mut optim = ShardedOptimizer::builder(&flat.pool, kernels, &flat.stream)
             .config(config())
             .param_dtype(dtype)
             .build(segments)
@@ -515,14 +515,14 @@ fn bad_settings_are_refused() {
     use std::sync::Arc;
     use zero_alloc::device::Device;
     use zero_alloc::host::HostDevice;
-    use zero_optim::{Segment, ShardedAdamW};
+    use zero_optim::{Segment, ShardedOptimizer};
 
     let device = HostDevice::new();
     let stream = device.create_stream("compute").unwrap();
     let pool = zero_alloc::Pool::new(device, 1 << 20);
     let kernels = Arc::new(zero_kernels::host::HostKernels::new(1).unwrap());
     let make = |config: OptimizerConfig, dtype, segments: Vec<Segment>| {
-        ShardedAdamW::builder(&pool, kernels.clone(), &stream)
+        ShardedOptimizer::builder(&pool, kernels.clone(), &stream)
             .config(config)
             .param_dtype(dtype)
             .build(segments)

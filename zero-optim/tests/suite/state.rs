@@ -3,7 +3,7 @@
 use zero_alloc::device::DType;
 use zero_optim::{GroupRules, OptimError, OptimizerConfig, StateKind, StateRange};
 
-use crate::common::{Holding, LIMIT, Random, Rank};
+use crate::common::{Holding, KINDS, LIMIT, Random, Rank};
 
 fn range(kind: StateKind, unit: usize, elems: std::ops::Range<usize>) -> StateRange {
     StateRange { kind, unit, elems }
@@ -37,7 +37,7 @@ fn ranges_round_trip() {
     for &dtype in dtypes {
         let mut rank = rank(dtype);
         let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
-        for kind in StateKind::ALL {
+        for kind in KINDS {
             for (unit, len) in [(0, 8), (1, 4)] {
                 // Exact in fp16 and bf16.
                 let values: Vec<f32> = (0..len).map(|i| (i + 8 * unit + 1) as f32).collect();
@@ -132,7 +132,7 @@ fn wrong_ranges_are_rejected() {
             .unwrap_err()
     };
 
-    let kind = StateKind::FirstMoment;
+    let kind = StateKind::Slot("first_moment");
     assert_eq!(
         read(range(kind, 2, 0..1), &param, 1),
         OptimError::NoUnit { unit: 2, units: 2 }

@@ -77,10 +77,10 @@ fn table_1_of_the_paper() {
 
 #[test]
 fn widths_of_adam() {
-    assert_eq!(Widths::adam(4, 1), Widths::FP32_ADAM);
-    assert_eq!(Widths::adam(4, 8), Widths::FP32_ADAM);
-    assert_eq!(Widths::adam(2, 1), Widths::MIXED_ADAM);
-    assert_eq!(Widths::adam(2, 2), Widths::MIXED_ADAM_ACCUMULATING);
+    assert_eq!(Widths::new(4, 8, 1), Widths::FP32_ADAM);
+    assert_eq!(Widths::new(4, 8, 8), Widths::FP32_ADAM);
+    assert_eq!(Widths::new(2, 12, 1), Widths::MIXED_ADAM);
+    assert_eq!(Widths::new(2, 12, 2), Widths::MIXED_ADAM_ACCUMULATING);
     let total = |w: Widths| w.param_bytes + w.grad_bytes + w.optimizer_bytes;
     let all = [
         Widths::FP32_ADAM,
@@ -123,7 +123,7 @@ proptest! {
 
     #[test]
     fn memory_and_traffic_of_a_layout_are_the_formulas(layout in huge_layout(), a in 1u64..9) {
-        let w = Widths::adam(2, a);
+        let w = Widths::new(2, 12, a);
         let psi = layout.padded_elems();
         let shard = layout.shard_elems();
         let n = layout.world_size();

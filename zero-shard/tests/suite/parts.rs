@@ -95,7 +95,7 @@ proptest! {
     fn traffic_over_a_grid(groups in 1u64..6, group_size in 1u64..6, elems in 1u64..1000, a in 1u64..4) {
         let units = [UnitSpec::new("u", [ParamSpec::new("p", [elems])])];
         let n = groups * group_size;
-        let w = Widths::adam(2, a);
+        let w = Widths::new(2, 12, a);
         let grid = Grid::new(n, group_size).unwrap();
         let layout = |sharding| GridLayout::new(&units, grid, sharding, LayoutOptions::default()).unwrap();
         let sent = |sharding, stage, routing| layout(sharding).step_traffic(stage, &w, a, routing).unwrap();

@@ -11,11 +11,9 @@ use zero_alloc::host::HostDevice;
 use zero_ckpt::Reader;
 use zero_comm::threads::World;
 use zero_comm::{CommOptions, Communicator};
-use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
+use zero_optim::{DynamicScaling, LossScaling, Masters, Moments, OptimizerConfig, StateFormat};
 use zero_trainer::param_groups::GroupSettings;
-use zero_trainer::{
-    Home, OffloadSettings, StateFormat, StepMetrics, run_on_host_device, run_on_threads,
-};
+use zero_trainer::{Home, OffloadSettings, StepMetrics, run_on_host_device, run_on_threads};
 
 use super::groups::mixed;
 use super::identical::{cases, same};
@@ -279,16 +277,18 @@ fn smaller_formats_follow_the_losses() {
 
     let plain = losses(&base);
     // State in a file has the bits of state in host memory, so one run from a file is enough.
-    let formats = [(true, true, 0.03), (true, false, 0.01), (false, true, 0.03)];
+    let fp32 = StateFormat::default();
+    let remainders = fp32.masters(Masters::Remainder);
+    let formats = [
+        (remainders.moments(Moments::Bf16), 0.03),
+        (remainders, 0.01),
+        (fp32.moments(Moments::Bf16), 0.03),
+    ];
     for (home, formats) in [
         (Home::Host, &formats[..]),
         (Home::Nvme(dir.path().to_owned()), &formats[..1]),
     ] {
-        for &(remainder, bf16_moments, tolerance) in formats {
-            let format = StateFormat {
-                remainder,
-                bf16_moments,
-            };
+        for &(format, tolerance) in formats {
             let offload = OffloadSettings {
                 optimizer: home.clone(),
                 format,
@@ -316,10 +316,7 @@ fn smaller_formats_follow_the_losses() {
 /// checkpoints load into fp32 masters and back.
 #[test]
 fn remainders_need_no_offload() {
-    let format = StateFormat {
-        remainder: true,
-        bf16_moments: false,
-    };
+    let format = StateFormat::default().masters(Masters::Remainder);
 
     let on_device = OffloadSettings {
         format,

@@ -11,9 +11,9 @@ use zero::workload::ModelWorkload;
 use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DeviceError, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream, Monitor};
-use zero_comm::backend::{Checked, Group};
+use zero_comm::backend::{Checked, Wrapped};
 use zero_comm::threads::World;
-use zero_comm::{Collective, CommError, CommOptions, Communicator, Traffic};
+use zero_comm::{Collective, CommOptions, Communicator};
 use zero_shard::UnitSpec;
 use zero_trainer::BatchAt;
 use zero_trainer::{Batch, Grad, Model, Pass};
@@ -75,72 +75,45 @@ impl Progress {
 }
 
 /// A communicator whose operations wait for compute that must be able to run beside them.
-struct BlockedComm {
+fn blocked_comm(
     inner: Arc<dyn Communicator<HostDevice>>,
     progress: Arc<Progress>,
-    reductions: AtomicU64,
-    gathers: AtomicU64,
-}
-
-// SAFETY: calls are those of the inner communicator.
-unsafe impl Communicator<HostDevice> for BlockedComm {
-    fn group(&self) -> Group {
-        self.inner.group()
-    }
-
-    fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
+) -> Wrapped<HostDevice> {
+    let reductions = AtomicU64::new(0);
+    let gathers = AtomicU64::new(0);
+    let enqueue = move |comm: &Wrapped<HostDevice>, stream: &HostStream, checked: Checked| {
         let collective = checked.call().collective;
         let control = checked.call().control;
         let gather = collective == Collective::AllGather && !control;
-        if collective == Collective::ReduceScatter && self.progress.stage == 3 {
+        if collective == Collective::ReduceScatter && progress.stage == 3 {
             // Each reduction waits for the backward pass after its own.
-            let n = self.reductions.fetch_add(1, Ordering::Relaxed);
+            let n = reductions.fetch_add(1, Ordering::Relaxed);
             let step = n / UNITS;
             let i = n % UNITS;
             if i + 1 < UNITS {
-                self.progress
-                    .block(stream, ("backward", UNITS - 2 - i), step + 1)?;
+                progress.block(stream, ("backward", UNITS - 2 - i), step + 1)?;
             }
         }
 
-        if gather && self.progress.stage < 3 {
+        if gather && progress.stage < 3 {
             // The gather of a unit after update s waits for the forward pass before the unit's, in
             // step s + 1. Update 0 is the initial weights; no forward follows the last.
-            let n = self.gathers.fetch_add(1, Ordering::Relaxed);
+            let n = gathers.fetch_add(1, Ordering::Relaxed);
             let update = n / UNITS;
             let unit = n % UNITS;
-            if unit > 0 && (1..self.progress.steps).contains(&update) {
-                self.progress
-                    .block(stream, ("forward", unit - 1), update + 1)?;
+            if unit > 0 && (1..progress.steps).contains(&update) {
+                progress.block(stream, ("forward", unit - 1), update + 1)?;
             }
         }
 
-        self.inner.enqueue(stream, checked)?;
+        comm.inner().enqueue(stream, checked)?;
         if gather {
-            self.progress.count(stream, ("all_gather", 0))?;
+            progress.count(stream, ("all_gather", 0))?;
         }
         Ok(())
-    }
-
-    fn split(
-        &self,
-        color: Option<u64>,
-        key: u64,
-    ) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
-        self.inner.split(color, key)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-
-    fn failure(&self) -> Option<CommError> {
-        self.inner.failure()
-    }
+    };
+    // SAFETY: the call is the inner communicator's, on the same stream.
+    unsafe { Wrapped::new(inner, enqueue) }
 }
 
 /// A model whose forward passes wait, at stage 3, for the gather of the next unit.
@@ -269,12 +242,7 @@ fn run(case: &Case) {
                     steps: case.steps,
                     runs,
                 });
-                let comm = BlockedComm {
-                    inner: Arc::new(comm),
-                    progress: Arc::clone(&progress),
-                    reductions: AtomicU64::new(0),
-                    gathers: AtomicU64::new(0),
-                };
+                let comm = blocked_comm(Arc::new(comm), Arc::clone(&progress));
                 let workload = Blocked {
                     inner: workload,
                     progress,

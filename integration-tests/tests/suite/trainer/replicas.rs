@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use zero_alloc::host::{HostDevice, HostStream};
-use zero_comm::backend::{Checked, Group};
+use zero_comm::backend::{Checked, Wrapped};
 use zero_comm::threads::World;
-use zero_comm::{Collective, CommError, CommOptions, Communicator, Traffic};
+use zero_comm::{Collective, CommOptions, Communicator};
 use zero_shard::Sharding;
 use zero_trainer::{MeshSettings, ReplicaChecks, RunOptions, StepMetrics, Workload, run_as_rank};
 
@@ -17,49 +17,21 @@ use super::toy::Toy;
 const UNITS: usize = 3;
 const DAMAGED: usize = 1;
 
-/// A communicator whose link inverts the sign of a number that one rank receives.
-struct DamagedLink {
+/// A communicator whose link inverts the sign of a number in one result of this rank: the
+/// `number`-th of a collective, of the split `of_split` if there is one.
+fn damaged_link(
     inner: Arc<dyn Communicator<HostDevice>>,
-    /// The results of this collective, counted from 0, that are damaged.
-    damaged: Option<(Collective, usize)>,
-    received: AtomicUsize,
-    /// The split whose link is damaged in place of this one.
+    (damaged, number): (Collective, usize),
     of_split: Option<usize>,
-    splits: AtomicUsize,
-}
-
-impl DamagedLink {
-    fn new(inner: Arc<dyn Communicator<HostDevice>>, damaged: Option<(Collective, usize)>) -> Self {
-        Self {
-            inner,
-            damaged,
-            received: AtomicUsize::new(0),
-            of_split: None,
-            splits: AtomicUsize::new(0),
-        }
-    }
-}
-
-// SAFETY: calls are those of the inner communicator; the damage is an operation of their stream, on
-// their result.
-unsafe impl Communicator<HostDevice> for DamagedLink {
-    fn group(&self) -> Group {
-        self.inner.group()
-    }
-
-    fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
+) -> Wrapped<HostDevice> {
+    let received = AtomicUsize::new(0);
+    let enqueue = move |comm: &Wrapped<HostDevice>, stream: &HostStream, checked: Checked| {
         let call = checked.call();
-        let collective = call.collective;
-        let is_control = call.control;
+        let counts = call.collective == damaged && !call.control;
         let recv = checked.recv();
-        self.inner.enqueue(stream, checked)?;
-        let Some((damaged, number)) = self.damaged.filter(|_| self.of_split.is_none()) else {
-            return Ok(());
-        };
-        if collective != damaged
-            || is_control
-            || self.received.fetch_add(1, Ordering::Relaxed) != number
-        {
+        comm.inner().enqueue(stream, checked)?;
+        let is_here = counts && comm.split_number() == of_split;
+        if !is_here || received.fetch_add(1, Ordering::Relaxed) != number {
             return Ok(());
         }
         let sign = recv.as_ptr() as usize + 3;
@@ -71,30 +43,9 @@ unsafe impl Communicator<HostDevice> for DamagedLink {
         })?;
 
         Ok(())
-    }
-
-    fn split(
-        &self,
-        color: Option<u64>,
-        key: u64,
-    ) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
-        let split = self.splits.fetch_add(1, Ordering::Relaxed);
-        let damaged = self.damaged.filter(|_| self.of_split == Some(split));
-        let inner = self.inner.split(color, key)?;
-        Ok(inner.map(|inner| Arc::new(Self::new(inner, damaged)) as Arc<_>))
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-
-    fn failure(&self) -> Option<CommError> {
-        self.inner.failure()
-    }
+    };
+    // SAFETY: the call is the inner communicator's; the damage is an operation of its stream.
+    unsafe { Wrapped::new(inner, enqueue) }
 }
 
 /// Runs `case`; the link of `rank` damages the result `damaged`. Returns the results of all ranks.
@@ -130,22 +81,14 @@ fn run_workload(
     let comms = World::new(case.ranks, CommOptions::default()).unwrap();
     std::thread::scope(|scope| {
         let train = |(index, comm)| {
-            let damaged = (index == rank).then_some(damaged);
-            let link = DamagedLink {
-                of_split,
-                ..DamagedLink::new(Arc::new(comm), damaged)
-            };
+            let mut link: Arc<dyn Communicator<HostDevice>> = Arc::new(comm);
+            if index == rank {
+                link = Arc::new(damaged_link(link, damaged, of_split));
+            }
             let settings = case.settings();
             scope.spawn(move || {
                 let mut observe = |_: &StepMetrics| Ok(());
-                let run = run_as_rank(
-                    Arc::new(link),
-                    1,
-                    &settings,
-                    workload,
-                    options,
-                    &mut observe,
-                );
+                let run = run_as_rank(link, 1, &settings, workload, options, &mut observe);
                 run.map(drop).map_err(|error| error.to_string())
             })
         };

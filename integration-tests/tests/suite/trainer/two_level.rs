@@ -7,8 +7,8 @@ use std::time::Duration;
 use proptest::prelude::*;
 use zero_alloc::device::DType;
 use zero_alloc::host::{HostDevice, HostStream};
-use zero_comm::backend::{Checked, Group};
-use zero_comm::{Collective, CommError, Communicator, Traffic};
+use zero_comm::backend::{Checked, Wrapped};
+use zero_comm::{Collective, Communicator};
 use zero_shard::{GridLayout, Routing, Sharding, ZeroStage};
 use zero_trainer::{Home, MeshSettings, OffloadSettings, RankSummary};
 
@@ -298,47 +298,21 @@ fn no_wait_is_missing() {
 
 /// A communicator over rings: a collective takes one operation `hop` for each other rank, and an
 /// all-reduce two.
-struct Rings(Arc<dyn Communicator<HostDevice>>);
-
-// SAFETY: calls are those of the inner communicator.
-unsafe impl Communicator<HostDevice> for Rings {
-    fn group(&self) -> Group {
-        self.0.group()
-    }
-
-    fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
+fn rings(inner: Arc<dyn Communicator<HostDevice>>) -> Wrapped<HostDevice> {
+    let enqueue = |comm: &Wrapped<HostDevice>, stream: &HostStream, checked: Checked| {
         let call = checked.call();
         let rounds = match call.collective {
             _ if call.control => 0,
             Collective::AllReduce => 2,
             _ => 1,
         };
-        for _ in 0..rounds * (self.world_size() - 1) {
+        for _ in 0..rounds * (comm.world_size() - 1) {
             stream.enqueue("hop", || Ok(()))?;
         }
-        self.0.enqueue(stream, checked)
-    }
-
-    fn split(
-        &self,
-        color: Option<u64>,
-        key: u64,
-    ) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
-        let child = self.0.split(color, key)?;
-        Ok(child.map(|child| Arc::new(Self(child)) as Arc<dyn Communicator<HostDevice>>))
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.0.traffic()
-    }
-
-    fn abort(&self, reason: &str) {
-        self.0.abort(reason);
-    }
-
-    fn failure(&self) -> Option<CommError> {
-        self.0.failure()
-    }
+        comm.inner().enqueue(stream, checked)
+    };
+    // SAFETY: the call is the inner communicator's, on the same stream.
+    unsafe { Wrapped::new(inner, enqueue) }
 }
 
 const UNITS: usize = 6;
@@ -358,7 +332,7 @@ fn step_ms(stage: u64, mesh: MeshSettings) -> u128 {
             "hop" => Duration::from_millis(1),
             _ => Duration::ZERO,
         });
-        train(device.clone(), Arc::new(Rings(comm)));
+        train(device.clone(), Arc::new(rings(comm)));
         device.modelled_spans()
     });
 

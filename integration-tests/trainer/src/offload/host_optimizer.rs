@@ -11,7 +11,7 @@
 //! update   | statistics     | decide | adam 0 | adam 1 | adam 2 | ...
 //! ```
 //!
-//! The optimizer is a `ShardedAdamW<HostDevice>` on whatever device the model runs: one set of
+//! The optimizer is a `ShardedOptimizer<HostDevice>` on whatever device the model runs: one set of
 //! rules and one code of checkpoints. Offload differs only in where gradients
 //! (`leaving_sums.rs`), parameters (`host_params.rs`) and state (zero-optim's `pieces.rs`) are. If the device is the host,
 //! gradients and parameters stay where they are and only the streams differ, so all of it is tested
@@ -31,8 +31,8 @@ use zero_alloc::swap::{SwapAccess, SwapFile};
 use zero_alloc::{Block, Purpose};
 use zero_ckpt::Reader;
 use zero_optim::{
-    Divisor, GatheredStats, OffloadOptions, Progress, RankParams, RankStats, Segment, ShardedAdamW,
-    StateHome, StateKind, StateRange, StepOutcome, UnitSlices,
+    Divisor, GatheredStats, Masters, Progress, RankParams, RankStats, Segment, ShardedOptimizer,
+    StateFormat, StateHome, StateKind, StateRange, StepOutcome, UnitSlices,
 };
 
 use crate::error::TrainError;
@@ -47,7 +47,7 @@ use crate::telemetry::metrics::NvmeBytes;
 
 /// An optimizer on the host.
 pub(crate) struct HostOptimizer<D: Device> {
-    optimizer: ShardedAdamW<HostDevice>,
+    optimizer: ShardedOptimizer<HostDevice>,
     stream: HostStream,
     params: SharedParams<D>,
     /// The sums over ranks in this step, complete on `stream`.
@@ -94,12 +94,13 @@ impl<D: Device> HostOptimizer<D> {
             _ => &host.kernels,
         };
 
-        let builder = ShardedAdamW::builder(&host.plain, Arc::clone(kernels), &stream)
+        let builder = ShardedOptimizer::builder(&host.plain, Arc::clone(kernels), &stream)
             .config(settings.optimizer.clone())
             .param_dtype(settings.dtype)
+            .format(options.format)
             .groups(&groups);
-        let builder = match options.state() {
-            Some(state) => builder.offload(state),
+        let builder = match options.state_home() {
+            Some(home) => builder.offload(home),
             None => builder,
         };
 
@@ -150,7 +151,8 @@ impl<D: Device> HostOptimizer<D> {
                 .iter()
                 .any(|piece| piece.state.is_none())
         };
-        rank.settings.dtype == DType::F32 || rank.settings.offload.format.remainder || frozen()
+        let remainders = rank.settings.offload.format.masters == Masters::Remainder;
+        rank.settings.dtype == DType::F32 || remainders || frozen()
     }
 
     /// Uploads the loss scale of the next backward. Blocks the host.
@@ -289,8 +291,8 @@ impl<D: Device> HostOptimizer<D> {
         for device_stream in rank.streams() {
             params.wait_for_device(&device_stream.record()?)?;
         }
-        let overwritten =
-            rank.settings.dtype != DType::F32 && !rank.settings.offload.format.remainder;
+        let remainders = rank.settings.offload.format.masters == Masters::Remainder;
+        let overwritten = rank.settings.dtype != DType::F32 && !remainders;
 
         for &unit in order.iter().filter(|unit| rank.trains(**unit)) {
             let overwritten = overwritten
@@ -368,7 +370,7 @@ impl<D: Device> HostOptimizer<D> {
     }
 }
 
-/// The state of the optimizer: weights, moments and progress.
+/// The state of the optimizer: weights, slots and progress.
 impl<D: Device> HostOptimizer<D> {
     /// The parameters that it updates.
     pub(crate) fn params(&self) -> SharedParams<D> {
@@ -388,6 +390,10 @@ impl<D: Device> HostOptimizer<D> {
 
     pub(crate) fn segments(&self) -> &[Segment] {
         self.optimizer.segments()
+    }
+
+    pub(crate) fn kinds(&self) -> Vec<StateKind> {
+        self.optimizer.kinds()
     }
 
     /// Reads a range of the state as fp32.
@@ -443,7 +449,7 @@ impl<D: Device> HostOptimizer<D> {
         Ok(held.write_back()?)
     }
 
-    /// Loads weights, moments and progress from a checkpoint.
+    /// Loads weights, slots and progress from a checkpoint.
     pub(crate) fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
         let limit = rank.settings.host_limit();
         let optimizer = &mut self.optimizer;
@@ -479,23 +485,16 @@ impl<D: Device> Drop for HostOptimizer<D> {
 }
 
 impl OffloadSettings {
-    /// Home and format of state that is not plainly in host memory.
-    fn state(&self) -> Option<OffloadOptions> {
-        let home = match &self.optimizer {
-            Home::Nvme(dir) => StateHome::Nvme {
+    /// The home of state that is not plainly in host memory.
+    fn state_home(&self) -> Option<StateHome> {
+        match &self.optimizer {
+            Home::Nvme(dir) => Some(StateHome::Nvme {
                 dir: dir.clone(),
                 options: self.swap(),
                 buffers: self.buffers.max(1),
-            },
-            _ if self.format == super::settings::StateFormat::default() => return None,
-            _ => StateHome::Memory,
-        };
-        let format = self.format;
-        Some(
-            OffloadOptions::default()
-                .home(home)
-                .remainder(format.remainder)
-                .bf16_moments(format.bf16_moments),
-        )
+            }),
+            _ if self.format == StateFormat::default() => None,
+            _ => Some(StateHome::Memory),
+        }
     }
 }

@@ -4,5 +4,6 @@ mod drain;
 pub(crate) mod host_optimizer;
 pub(crate) mod host_params;
 pub(crate) mod leaving_sums;
+pub(crate) mod offloaded_optimizer;
 pub(crate) mod settings;
 mod unit_file;

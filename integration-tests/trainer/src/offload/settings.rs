@@ -12,6 +12,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use zero_alloc::swap::SwapOptions;
 use zero_comm::PrefetchOptions;
+use zero_optim::StateFormat;
 use zero_shard::{Layout, Tier};
 
 /// The place of a kind of state. As text: `none`, `cpu` or `nvme:DIR`.
@@ -97,14 +98,9 @@ pub struct OffloadSettings {
 
 impl fmt::Display for OffloadSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let format = self.format;
-        let masters = if format.remainder {
-            "remainder"
-        } else {
-            "fp32"
-        };
-
-        let moments = if format.bf16_moments { "bf16" } else { "fp32" };
+        let StateFormat {
+            masters, moments, ..
+        } = self.format;
         let mut parts = Vec::new();
         if self.updates_on_host() {
             parts.push(format!(
@@ -121,30 +117,6 @@ impl fmt::Display for OffloadSettings {
         }
 
         f.write_str(&parts.join(", "))
-    }
-}
-
-/// The format of masters and moments.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct StateFormat {
-    /// bf16 parameters with a 16-bit remainder instead of fp32 masters: the same masters, but a
-    /// parameter exactly midway rounds away from zero.
-    pub remainder: bool,
-    /// Moments in bf16, rounded stochastically, instead of fp32.
-    pub bf16_moments: bool,
-}
-
-impl StateFormat {
-    /// Bytes of state per element, without the parameter itself. `has_master`: fp32 masters apart
-    /// from the parameters.
-    pub fn bytes(self, has_master: bool) -> u64 {
-        let master = match (has_master, self.remainder) {
-            (false, _) => 0,
-            (true, true) => 2,
-            (true, false) => 4,
-        };
-        master + if self.bf16_moments { 4 } else { 8 }
     }
 }
 

@@ -39,12 +39,13 @@ enum Saves {
     Streamed(Store),
 }
 
-fn states() -> Vec<StateSpec> {
+fn states<D: Device>(rank: &Rank<D>) -> Vec<StateSpec> {
     let spec = |kind: StateKind| StateSpec {
         name: kind.name().to_owned(),
         dtype: StateDtype::F32,
     };
-    StateKind::ALL.map(spec).to_vec()
+    let arrays = rank.settings.optimizer_state();
+    arrays.kinds().map(spec).collect()
 }
 
 /// The error of the rank that failed as [`CkptError::Rank`], which the launcher reports as that
@@ -107,7 +108,7 @@ impl Saver {
             false => Saves::Background(BackgroundStore::new(
                 store,
                 Arc::clone(layout),
-                states(),
+                states(rank),
                 1,
             )?),
         };
@@ -145,7 +146,7 @@ impl Saver {
             Saves::Streamed(store) => {
                 let fill = |slot: StagingSlice<'_>| copy(slot).map_err(|e| e.to_string());
                 let layout = &rank.saved;
-                let stage = || store.stage_streamed(meta.step, layout, states(), fill);
+                let stage = || store.stage_streamed(meta.step, layout, states(rank), fill);
                 let exchange = &mut RankExchange::of_shards(rank);
                 let published = store.save_with(&meta, layout, stage, exchange);
                 let published = published.map_err(|error| of_shard(rank, error))?;

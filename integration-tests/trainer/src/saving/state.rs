@@ -1,5 +1,5 @@
-//! Setting, saving and restoring the state of a stage: weights and moments in fp32, by
-//! [`zero_optim::ShardedAdamW`].
+//! Setting, saving and restoring the state of a stage: weights and slots in fp32, by
+//! [`zero_optim::ShardedOptimizer`].
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use zero_alloc::device::{DType, Device};
 use zero_ckpt::{Reader, SaveMeta, StateDtype};
-use zero_optim::{Progress, StateKind, StateRange};
+use zero_optim::{Progress, StateRange};
 
 use crate::error::TrainError;
 use crate::rank::Rank;
@@ -56,7 +56,7 @@ fn set_local_weights<D: Device>(
     stage.publish(rank)
 }
 
-/// Restores weights, moments and progress from a checkpoint of any world size, stage and dtype.
+/// Restores weights, slots and progress from a checkpoint of any world size, stage and dtype.
 pub(crate) fn restore<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
@@ -109,7 +109,9 @@ pub(crate) fn save<D: Device>(
     saver.begin(rank, meta, |slot| {
         let unknown =
             || TrainError::State(format!("internal error: no fp32 state {}", slot.state.name));
-        let kind = StateKind::from_name(&slot.state.name).ok_or_else(unknown)?;
+        let mut kinds = stage.optimizer().kinds().into_iter();
+        let kind = kinds.find(|kind| kind.name() == slot.state.name);
+        let kind = kind.ok_or_else(unknown)?;
         let values = bytemuck::try_cast_slice_mut(slot.bytes).map_err(|_| unknown())?;
         let start = stage.optimizer().segments()[slot.unit].own_shard.start;
         let elems = start + slot.in_shard.start as usize..start + slot.in_shard.end as usize;

@@ -1,10 +1,12 @@
 //! Operations on flat ranges that are recorded: their labels, and the bytes that they move.
 
+use std::sync::Arc;
+
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 use zero_alloc::host::HostStream;
 use zero_alloc::schedule::Work;
 use zero_kernels::{
-    AdamArgs, AdvanceArgs, GradStats, KernelError, Kernels, RankStats, RemainderArgs, Segments,
+    AdvanceArgs, GradStats, KernelError, Kernels, RankStats, Segments, UpdateArgs, UpdateRule,
 };
 
 /// The operations of a ZeRO step on streams that record.
@@ -17,18 +19,14 @@ fn enqueue(stream: &HostStream, label: &'static str, bytes: usize) -> Result<(),
 
 // SAFETY: an operation uses no memory.
 unsafe impl<D: Device<Stream = HostStream>> Kernels<D> for ScheduledKernels {
-    /// Reads the gradient, reads and writes master and moments, writes the parameter.
-    fn adam(&self, stream: &HostStream, args: AdamArgs) -> Result<(), KernelError> {
-        let state = 2 * 3 * args.master.len() * size_of::<f32>();
-        let param = args.param_out.map_or(0, AnySlice::len_bytes);
-        enqueue(stream, "adam", state + args.grad.len_bytes() + param)
-    }
-
-    /// Reads the gradient, reads and writes parameter, remainder and moments.
-    fn adam_remainder(&self, stream: &HostStream, args: RemainderArgs) -> Result<(), KernelError> {
-        let of_elem = 2 * (2 * size_of::<f32>() + 2 * size_of::<u16>());
-        let bytes = args.param.len() * of_elem + args.grad.len_bytes();
-        enqueue(stream, "adam_remainder", bytes)
+    /// Reads the gradient, reads and writes weights and slots.
+    fn update(
+        &self,
+        stream: &HostStream,
+        rule: &Arc<dyn UpdateRule>,
+        args: UpdateArgs,
+    ) -> Result<(), KernelError> {
+        enqueue(stream, rule.label(&args.form()), args.bytes())
     }
 
     fn cast(

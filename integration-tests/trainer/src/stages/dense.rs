@@ -12,7 +12,7 @@ use crate::model::Model;
 use crate::offload::host_params::SharedParams;
 use crate::rank::Rank;
 use crate::stages::gradients::Gradients;
-use crate::stages::optimizer::Optimizer;
+use crate::stages::optimizer::{self, Optimizer};
 use crate::stages::stage::{MicroBatches, Read, Stage, evaluate_whole, micro_batch_whole};
 use crate::stages::storage::Storage;
 
@@ -20,7 +20,7 @@ use crate::stages::storage::Storage;
 pub(crate) struct Dense<D: Device> {
     /// The optimizer state of all parameters. Declared first: its drop waits for the host's work on
     /// the others.
-    optimizer: Optimizer<D>,
+    optimizer: Box<dyn Optimizer<D>>,
     params: Storage<D>,
     /// All gradients, summed over ranks.
     grads: Gradients<D>,
@@ -29,8 +29,8 @@ pub(crate) struct Dense<D: Device> {
 impl<D: Device> Dense<D> {
     pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let params = Storage::whole(rank, rank.settings.dtype, Purpose::Params)?;
-        let optimizer = Optimizer::new(rank, Some(params.all_units()))?;
-        let grads = Gradients::new(rank, model, &optimizer)?;
+        let optimizer = optimizer::build(rank, Some(params.all_units()))?;
+        let grads = Gradients::new(rank, model, &*optimizer)?;
         Ok(Self {
             optimizer,
             params,
@@ -68,7 +68,7 @@ impl<D: Device> Stage<D> for Dense<D> {
         } = self;
         micro_batches.run(rank, model, |model, micro| {
             let updates = optimizer.host_params();
-            micro_batch_whole(rank, model, micro, grads, optimizer, |units| {
+            micro_batch_whole(rank, model, micro, grads, &mut **optimizer, |units| {
                 deliver(rank, updates.as_ref(), units)?;
                 Ok(params.of(rank, units))
             })
@@ -91,8 +91,8 @@ impl<D: Device> Stage<D> for Dense<D> {
         Ok(self.params.of(rank, &all))
     }
 
-    fn optimizer(&mut self) -> &mut Optimizer<D> {
-        &mut self.optimizer
+    fn optimizer(&mut self) -> &mut dyn Optimizer<D> {
+        &mut *self.optimizer
     }
 
     fn publish(&mut self, _rank: &Rank<D>) -> Result<(), TrainError> {

@@ -54,7 +54,7 @@ impl<D: Device> Gradients<D> {
     pub(crate) fn new(
         rank: &Rank<D>,
         model: &dyn Model<D>,
-        optimizer: &Optimizer<D>,
+        optimizer: &dyn Optimizer<D>,
     ) -> Result<Self, TrainError> {
         let Rank {
             settings,
@@ -117,7 +117,7 @@ impl<D: Device> Gradients<D> {
         rank: &Rank<D>,
         pass: usize,
         micro: usize,
-        optimizer: &mut Optimizer<D>,
+        optimizer: &mut dyn Optimizer<D>,
     ) -> Result<Vec<Grad>, TrainError> {
         let mut grads = Vec::new();
         for &unit in &rank.passes[pass].grads {
@@ -150,7 +150,7 @@ impl<D: Device> Gradients<D> {
         rank: &Rank<D>,
         unit: usize,
         micro: usize,
-        optimizer: &mut Optimizer<D>,
+        optimizer: &mut dyn Optimizer<D>,
     ) -> Result<(), TrainError> {
         let last = micro + 1 == rank.settings.grad_accum_steps;
         let alone = rank.mesh.grads.world_size() == 1;
@@ -195,7 +195,7 @@ impl<D: Device> Gradients<D> {
         &mut self,
         rank: &Rank<D>,
         unit: usize,
-        optimizer: &mut Optimizer<D>,
+        optimizer: &mut dyn Optimizer<D>,
     ) -> Result<AnySlice, TrainError> {
         let (whole, written) = if rank.mesh.grads.world_size() > 1 {
             let padded = rank.layout.units()[unit].padded_elems as usize;
@@ -223,7 +223,7 @@ impl<D: Device> Gradients<D> {
         unit: usize,
         local: AnySlice,
         adds: bool,
-        optimizer: &mut Optimizer<D>,
+        optimizer: &mut dyn Optimizer<D>,
     ) -> Result<Reduced<D>, TrainError> {
         let kernels = &*rank.kernels;
         let parts = [(local, 0)];

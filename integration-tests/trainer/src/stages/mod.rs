@@ -1,6 +1,7 @@
 //! The stages: one algorithm a file, and what they share.
 
 pub(crate) mod dense;
+pub(crate) mod device_optimizer;
 pub(crate) mod device_sums;
 pub(crate) mod gradients;
 pub(crate) mod optimizer;

@@ -89,7 +89,7 @@ pub(crate) trait Stage<D: Device>: Send {
     }
 
     /// The optimizer, with the state of this rank's shards, or of all parameters at stage 0.
-    fn optimizer(&mut self) -> &mut Optimizer<D>;
+    fn optimizer(&mut self) -> &mut dyn Optimizer<D>;
 
     /// Blocks the host until the streams of the rank are idle.
     fn synchronize(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
@@ -110,7 +110,7 @@ pub(crate) fn micro_batch_whole<D: Device>(
     model: &mut dyn Model<D>,
     micro: usize,
     grads: &mut Gradients<D>,
-    optimizer: &mut Optimizer<D>,
+    optimizer: &mut dyn Optimizer<D>,
     mut params: impl FnMut(&[usize]) -> Result<Vec<AnySlice>, TrainError>,
 ) -> Result<(), TrainError> {
     for (i, pass) in rank.passes.iter().enumerate() {

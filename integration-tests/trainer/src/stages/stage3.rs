@@ -13,7 +13,7 @@ use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::{Rank, uses};
 use crate::stages::gradients::Gradients;
-use crate::stages::optimizer::Optimizer;
+use crate::stages::optimizer::{self, Optimizer};
 use crate::stages::shards::SharedShards;
 use crate::stages::stage::{MicroBatches, Read, Stage};
 
@@ -27,7 +27,7 @@ pub(crate) struct Stage3<D: Device> {
     forward_only: Prefetcher<D>,
     /// The optimizer state of this rank's shard. Declared before what it updates: its drop waits
     /// for the host's work.
-    optimizer: Optimizer<D>,
+    optimizer: Box<dyn Optimizer<D>>,
     /// This rank's shard of the parameters.
     shards: SharedShards<D>,
     /// This rank's shard of the gradients, summed over ranks.
@@ -37,7 +37,7 @@ pub(crate) struct Stage3<D: Device> {
 impl<D: Device> Stage3<D> {
     pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let shards = SharedShards::new(rank)?;
-        let optimizer = Optimizer::new(rank, shards.updated())?;
+        let optimizer = optimizer::build(rank, shards.updated())?;
         shards.set_updates(optimizer.host_params());
         let prefetcher = |order| {
             let mut prefetcher = Prefetcher::with_source(
@@ -53,7 +53,7 @@ impl<D: Device> Stage3<D> {
 
         let forward_only = prefetcher(forward_uses(rank).collect())?;
         let prefetcher = prefetcher(step_uses(rank))?;
-        let grads = Gradients::new(rank, model, &optimizer)?;
+        let grads = Gradients::new(rank, model, &*optimizer)?;
         Ok(Self {
             prefetcher,
             forward_only,
@@ -103,7 +103,7 @@ fn micro_batch<D: Device>(
     micro: usize,
     step: &mut PrefetchStep<'_, D>,
     grads: &mut Gradients<D>,
-    optimizer: &mut Optimizer<D>,
+    optimizer: &mut dyn Optimizer<D>,
 ) -> Result<(), TrainError> {
     let last = rank.passes.len() - 1;
     let mut turning = Vec::new();
@@ -149,7 +149,7 @@ impl<D: Device> Stage<D> for Stage3<D> {
 
         let mut step = prefetcher.step()?;
         micro_batches.run(rank, model, |model, micro| {
-            micro_batch(rank, model, micro, &mut step, grads, optimizer)
+            micro_batch(rank, model, micro, &mut step, grads, &mut **optimizer)
         })?;
         if let OrderCheck::Changed {
             position,
@@ -187,8 +187,8 @@ impl<D: Device> Stage<D> for Stage3<D> {
         Ok(())
     }
 
-    fn optimizer(&mut self) -> &mut Optimizer<D> {
-        &mut self.optimizer
+    fn optimizer(&mut self) -> &mut dyn Optimizer<D> {
+        &mut *self.optimizer
     }
 
     fn replicated(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {

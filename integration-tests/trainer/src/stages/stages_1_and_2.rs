@@ -13,7 +13,7 @@ use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::Rank;
 use crate::stages::gradients::Gradients;
-use crate::stages::optimizer::Optimizer;
+use crate::stages::optimizer::{self, Optimizer};
 use crate::stages::stage::{MicroBatches, Read, Stage, evaluate_whole, micro_batch_whole};
 use crate::stages::whole_params::WholeParams;
 
@@ -21,7 +21,7 @@ use crate::stages::whole_params::WholeParams;
 pub(crate) struct Stages1And2<D: Device> {
     /// The optimizer state of this rank's shard. Declared first: its drop waits for the host's work
     /// on the others.
-    optimizer: Optimizer<D>,
+    optimizer: Box<dyn Optimizer<D>>,
     params: WholeParams<D>,
     /// The gradients: whole at stage 1, this rank's shard at stage 2. Only the shard has the sums
     /// over ranks.
@@ -31,9 +31,9 @@ pub(crate) struct Stages1And2<D: Device> {
 impl<D: Device> Stages1And2<D> {
     pub(crate) fn new(rank: &Rank<D>, model: &dyn Model<D>) -> Result<Self, TrainError> {
         let mut params = WholeParams::new(rank)?;
-        let optimizer = Optimizer::new(rank, Some(params.updated()))?;
+        let optimizer = optimizer::build(rank, Some(params.updated()))?;
         params.set_updates(optimizer.host_params());
-        let grads = Gradients::new(rank, model, &optimizer)?;
+        let grads = Gradients::new(rank, model, &*optimizer)?;
         Ok(Self {
             optimizer,
             params,
@@ -55,7 +55,7 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
             optimizer,
         } = self;
         micro_batches.run(rank, model, |model, micro| {
-            micro_batch_whole(rank, model, micro, grads, optimizer, |units| {
+            micro_batch_whole(rank, model, micro, grads, &mut **optimizer, |units| {
                 params.of(rank, units)
             })
         })
@@ -90,8 +90,8 @@ impl<D: Device> Stage<D> for Stages1And2<D> {
         }
     }
 
-    fn optimizer(&mut self) -> &mut Optimizer<D> {
-        &mut self.optimizer
+    fn optimizer(&mut self) -> &mut dyn Optimizer<D> {
+        &mut *self.optimizer
     }
 
     fn publish(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {

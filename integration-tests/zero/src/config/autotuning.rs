@@ -1,7 +1,7 @@
 //! The block `autotuning`.
 
 use super::ConfigFileError;
-use super::block::{Block, Usual};
+use super::block::{Block, Key, keys};
 
 /// `autotuning`, if it is enabled. Missing keys have DeepSpeed's defaults, but for the number of
 /// trials.
@@ -19,36 +19,29 @@ pub(crate) struct Autotuning {
     pub results_dir: String,
 }
 
+const SIMULATED: &str =
+    "stages, micro-batches, offload and recomputation are all simulated, and the best are measured";
+const KEPT: &str = "train_batch_size is kept, and the memory decides the micro-batch";
+
 /// Unsupported keys.
-const IGNORED: [(&str, Usual, &str); 15] = {
-    use Usual::Nothing;
-    let all = "stages, micro-batches, offload and recomputation are all simulated, and the best are measured";
-    let batch = "train_batch_size is kept, and the memory decides the micro-batch";
-    [
-        ("fast", Nothing, all),
-        ("tuner_type", Nothing, all),
-        ("tuner_early_stopping", Nothing, all),
-        ("num_tuning_micro_batch_sizes", Nothing, all),
-        ("max_train_batch_size", Nothing, batch),
-        ("min_train_batch_size", Nothing, batch),
-        ("min_train_micro_batch_size_per_gpu", Nothing, batch),
-        ("max_train_micro_batch_size_per_gpu", Nothing, batch),
-        ("exps_dir", Nothing, "trials are in results_dir"),
-        (
-            "overwrite",
-            Nothing,
-            "results of the same trials are taken up; remove results_dir to measure again",
-        ),
-        ("metric_path", Nothing, "the times are those of --metrics"),
-        (
-            "arg_mappings",
-            Nothing,
-            "trials have a configuration file and no flags of the user's program",
-        ),
-        ("model_info", Nothing, "the model is known"),
-        ("model_info_path", Nothing, "the model is known"),
-        ("mp_size", Nothing, "tensor parallelism is tuned, too"),
-    ]
+const IGNORED: &[Key] = keys! {
+    "fast" = Nothing => SIMULATED,
+    "tuner_type" = Nothing => SIMULATED,
+    "tuner_early_stopping" = Nothing => SIMULATED,
+    "num_tuning_micro_batch_sizes" = Nothing => SIMULATED,
+    "max_train_batch_size" = Nothing => KEPT,
+    "min_train_batch_size" = Nothing => KEPT,
+    "min_train_micro_batch_size_per_gpu" = Nothing => KEPT,
+    "max_train_micro_batch_size_per_gpu" = Nothing => KEPT,
+    "exps_dir" = Nothing => "trials are in results_dir",
+    "overwrite" = Nothing =>
+        "results of the same trials are taken up; remove results_dir to measure again",
+    "metric_path" = Nothing => "the times are those of --metrics",
+    "arg_mappings" = Nothing =>
+        "trials have a configuration file and no flags of the user's program",
+    "model_info" = Nothing => "the model is known",
+    "model_info_path" = Nothing => "the model is known",
+    "mp_size" = Nothing => "tensor parallelism is tuned, too",
 };
 
 /// Reads the block; `None` unless it is enabled.
@@ -90,7 +83,7 @@ pub(super) fn read(
             .text("results_dir")?
             .unwrap_or_else(|| "autotuning_results".to_owned()),
     };
-    block.ignore(&IGNORED, warnings)?;
+    block.ignore(IGNORED, warnings)?;
     block.end_lenient(warnings);
     Ok(Some(autotuning))
 }

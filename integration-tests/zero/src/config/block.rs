@@ -14,6 +14,27 @@ pub(super) struct Block {
     keys: Map<String, Value>,
 }
 
+/// An unsupported key.
+#[derive(Clone, Copy)]
+pub(super) struct Key {
+    pub(super) name: &'static str,
+    pub(super) usual: Usual,
+    /// The behavior of this program, or a remedy.
+    pub(super) why: &'static str,
+}
+
+/// A table of unsupported keys, such as `"dump_state" = Flag(false) => "the first lines show it"`.
+macro_rules! keys {
+    ($($name:literal = $usual:ident $(($value:literal))? => $why:expr),* $(,)?) => {
+        &[$($crate::config::block::Key {
+            name: $name,
+            usual: $crate::config::block::Usual::$usual $(($value))?,
+            why: $why,
+        }),*]
+    };
+}
+pub(super) use keys;
+
 /// The value of an unsupported key that needs no warning, because this program always behaves so.
 #[derive(Clone, Copy)]
 pub(super) enum Usual {
@@ -146,17 +167,17 @@ impl Block {
     /// Removes unsupported keys; each adds a warning, except if it has its usual value.
     pub(super) fn ignore(
         &mut self,
-        table: &[(&str, Usual, &str)],
+        table: &[Key],
         warnings: &mut Vec<String>,
     ) -> Result<(), ConfigFileError> {
-        for (key, usual, why) in table {
+        for Key { name, usual, why } in table {
             let is_usual = match usual {
-                Usual::Flag(usual) => self.flag(key)?.is_none_or(|v| v == *usual),
-                Usual::Number(usual) => self.number(key)?.is_none_or(|v| v == *usual as f64),
-                Usual::Nothing => self.take(key).is_none(),
+                Usual::Flag(usual) => self.flag(name)?.is_none_or(|v| v == *usual),
+                Usual::Number(usual) => self.number(name)?.is_none_or(|v| v == *usual as f64),
+                Usual::Nothing => self.take(name).is_none(),
             };
             if !is_usual {
-                warnings.push(format!("{} is ignored: {why}", self.name(key)));
+                warnings.push(format!("{} is ignored: {why}", self.name(name)));
             }
         }
         Ok(())
@@ -164,12 +185,9 @@ impl Block {
 
     /// Rejects unsupported keys that would change the results, except if they have their usual
     /// value.
-    pub(super) fn refuse(
-        &mut self,
-        table: &[(&str, Usual, &'static str)],
-    ) -> Result<(), ConfigFileError> {
-        for (key, usual, why) in table {
-            let Some(value) = self.take(key) else {
+    pub(super) fn refuse(&mut self, table: &[Key]) -> Result<(), ConfigFileError> {
+        for Key { name, usual, why } in table {
+            let Some(value) = self.take(name) else {
                 continue;
             };
             let is_usual = match usual {
@@ -178,8 +196,11 @@ impl Block {
                 Usual::Nothing => false,
             };
             if !is_usual {
-                let (key, got) = (self.name(key), shortened(&value));
-                return Err(ConfigFileError::Unsupported { key, got, why });
+                return Err(ConfigFileError::Unsupported {
+                    key: self.name(name),
+                    got: shortened(&value),
+                    why,
+                });
             }
         }
         Ok(())

@@ -8,7 +8,7 @@ use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_optim::{LossScaling, LrSchedule};
 
 use super::autotuning::{self, Autotuning};
-use super::block::{Block, Usual, shortened};
+use super::block::{Block, Key, keys, shortened};
 use super::monitors::{self, Monitors};
 use super::optimizer::{self, DsOptimizer};
 use super::zero::{self, ZeroOptimization};
@@ -16,7 +16,7 @@ use super::{BatchKeys, ConfigFileError, json, precision};
 use zero_trainer::param_groups::ParamGroup;
 
 /// A DeepSpeed configuration. Missing keys have DeepSpeed's defaults.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct DsConfig {
     /// The three batch sizes.
     pub batch: BatchKeys,
@@ -43,8 +43,7 @@ pub(crate) struct DsConfig {
     /// `param_groups`, an extension of this program: rules of tensors by name, kind and dimensions.
     /// `None`: no such key.
     pub param_groups: Option<Vec<ParamGroup>>,
-    /// The schedule; `None` is a constant rate. `total_num_steps` is
-    /// [`AUTO_STEPS`](super::AUTO_STEPS) for `"auto"`.
+    /// The schedule; `None` is a constant rate. `total_num_steps` is `u64::MAX` for `"auto"`.
     pub schedule: Option<LrSchedule>,
     /// The block `activation_checkpointing`; its presence enables checkpointing.
     pub activation_checkpointing: Option<ActivationCheckpointing>,
@@ -83,144 +82,57 @@ pub(crate) struct Aio {
 }
 
 /// Unsupported top-level keys that change at most speed, rounding or messages.
-const IGNORED: [(&str, Usual, &str); 18] = {
-    use Usual::{Flag, Nothing, Number};
-    [
-        (
-            "managed_gradient_accumulation",
-            Flag(true),
-            "gradient accumulation is always on",
-        ),
-        (
-            "prescale_gradients",
-            Flag(false),
-            "gradients are divided once, after the sum",
-        ),
-        (
-            "gradient_predivide_factor",
-            Number(1),
-            "gradients are divided once, after the sum",
-        ),
-        (
-            "disable_allgather",
-            Flag(false),
-            "parameters are always gathered by all_gather",
-        ),
-        (
-            "sparse_gradients",
-            Flag(false),
-            "the embedding's gradient is dense",
-        ),
-        (
-            "zero_allow_untested_optimizer",
-            Nothing,
-            "the optimizer is always this program's",
-        ),
-        (
-            "zero_force_ds_cpu_optimizer",
-            Nothing,
-            "the optimizer is always this program's",
-        ),
-        (
-            "memory_breakdown",
-            Flag(false),
-            "memory is in the final table and in --metrics",
-        ),
-        (
-            "dump_state",
-            Flag(false),
-            "the first lines of a run show its settings",
-        ),
-        ("disable_python_gc", Nothing, "this program has no Python"),
-        (
-            "dataloader_drop_last",
-            Nothing,
-            "the data repeats without end",
-        ),
-        (
-            "vocabulary_size",
-            Nothing,
-            "the model defines its vocabulary",
-        ),
-        (
-            "use_data_before_expert_parallelism",
-            Flag(false),
-            "the model has no experts",
-        ),
-        (
-            "log_level",
-            Nothing,
-            "use the environment variable ZERO_LOG",
-        ),
-        (
-            "seq_parallel_communication_data_type",
-            Nothing,
-            "ranks that share sequences send activations in their own type",
-        ),
-        ("timers", Nothing, "times are in --metrics"),
-        (
-            "checkpoint",
-            Nothing,
-            "every rank writes its shard, and every checkpoint loads at every number of ranks",
-        ),
-        ("pipeline", Nothing, "the model has no pipeline stages"),
-    ]
+const IGNORED: &[Key] = keys! {
+    "managed_gradient_accumulation" = Flag(true) => "gradient accumulation is always on",
+    "prescale_gradients" = Flag(false) => "gradients are divided once, after the sum",
+    "gradient_predivide_factor" = Number(1) => "gradients are divided once, after the sum",
+    "disable_allgather" = Flag(false) => "parameters are always gathered by all_gather",
+    "sparse_gradients" = Flag(false) => "the embedding's gradient is dense",
+    "zero_allow_untested_optimizer" = Nothing => "the optimizer is always this program's",
+    "zero_force_ds_cpu_optimizer" = Nothing => "the optimizer is always this program's",
+    "memory_breakdown" = Flag(false) => "memory is in the final table and in --metrics",
+    "dump_state" = Flag(false) => "the first lines of a run show its settings",
+    "disable_python_gc" = Nothing => "this program has no Python",
+    "dataloader_drop_last" = Nothing => "the data repeats without end",
+    "vocabulary_size" = Nothing => "the model defines its vocabulary",
+    "use_data_before_expert_parallelism" = Flag(false) => "the model has no experts",
+    "log_level" = Nothing => "use the environment variable ZERO_LOG",
+    "seq_parallel_communication_data_type" = Nothing =>
+        "ranks that share sequences send activations in their own type",
+    "timers" = Nothing => "times are in --metrics",
+    "checkpoint" = Nothing =>
+        "every rank writes its shard, and every checkpoint loads at every number of ranks",
+    "pipeline" = Nothing => "the model has no pipeline stages",
 };
 
 /// Unsupported blocks that do not change results, and the reason or remedy. Disabled ones need no
 /// warning.
-const OPTIONAL: [(&str, &str); 6] = [
-    ("flops_profiler", "tokens/s are in --metrics"),
-    ("comms_logger", "bytes sent are in --metrics"),
-    ("compile", "the model is always compiled"),
-    ("nebula", "use --checkpoint"),
-    ("datastates_ckpt", "use --checkpoint"),
-    ("hybrid_engine", "this program does not generate text"),
-];
+const OPTIONAL: &[Key] = keys! {
+    "flops_profiler" = Nothing => "tokens/s are in --metrics",
+    "comms_logger" = Nothing => "bytes sent are in --metrics",
+    "compile" = Nothing => "the model is always compiled",
+    "nebula" = Nothing => "use --checkpoint",
+    "datastates_ckpt" = Nothing => "use --checkpoint",
+    "hybrid_engine" = Nothing => "this program does not generate text",
+};
 
 /// Unsupported blocks that change the results if enabled.
-const REFUSED: [(&str, &str); 13] = [
-    ("amp", "use bf16 or fp16 instead"),
-    ("torch_autocast", "use bf16 or fp16 instead"),
-    (
-        "data_efficiency",
-        "remove the block and prepare --data instead",
-    ),
-    (
-        "curriculum_learning",
-        "remove the block and prepare --data instead",
-    ),
-    (
-        "progressive_layer_drop",
-        "remove the block to compute every layer in every step",
-    ),
-    (
-        "eigenvalue",
-        "remove the block to train without quantization",
-    ),
-    (
-        "quantize_training",
-        "remove the block to train without quantization",
-    ),
-    (
-        "weight_quantization",
-        "remove the block to train without quantization",
-    ),
-    (
-        "compression_training",
+const REFUSED: &[Key] = keys! {
+    "amp" = Nothing => "use bf16 or fp16 instead",
+    "torch_autocast" = Nothing => "use bf16 or fp16 instead",
+    "data_efficiency" = Nothing => "remove the block and prepare --data instead",
+    "curriculum_learning" = Nothing => "remove the block and prepare --data instead",
+    "progressive_layer_drop" = Nothing => "remove the block to compute every layer in every step",
+    "eigenvalue" = Nothing => "remove the block to train without quantization",
+    "quantize_training" = Nothing => "remove the block to train without quantization",
+    "weight_quantization" = Nothing => "remove the block to train without quantization",
+    "compression_training" = Nothing =>
         "remove the block to train without quantization and pruning",
-    ),
-    (
-        "sparse_attention",
-        "remove the block to train with dense attention",
-    ),
-    ("elasticity", "remove the block and set train_batch_size"),
-    (
-        "expert_parallel",
-        "remove the block: the model has no experts",
-    ),
-    ("ulysses", "remove the block and set sequence_parallel_size"),
-];
+    "sparse_attention" = Nothing => "remove the block to train with dense attention",
+    "elasticity" = Nothing => "remove the block and set train_batch_size",
+    "expert_parallel" = Nothing => "remove the block: the model has no experts",
+    "ulysses" = Nothing => "remove the block and set sequence_parallel_size",
+};
 
 impl DsConfig {
     /// Reads a configuration file.
@@ -255,62 +167,47 @@ impl DsConfig {
         let mut warnings = Vec::new();
         let warn = &mut warnings;
 
-        let batch = BatchKeys {
-            train_batch_size: root.positive("train_batch_size")?,
-            micro_batch: root.positive("train_micro_batch_size_per_gpu")?,
-            grad_accum: root.positive("gradient_accumulation_steps")?,
-        };
-
-        let sequence_ranks = root.positive("sequence_parallel_size")?;
         let tensor_ranks = read_tensor_parallel(&mut root, warn)?;
         let (dtype, loss_scaling) = precision::read(&mut root, warn)?;
-        let clipping = root.number_in(
-            "gradient_clipping",
-            0.0..=f64::MAX,
-            "a number, 0 (off) or above",
-        )?;
-        let optimizer = optimizer::read_optimizer(&mut root, warn)?;
-        let schedule = optimizer::read_scheduler(&mut root, warn)?;
-        let param_groups = optimizer::read_param_groups(&mut root)?;
-        let has_stage = root.peek("zero_optimization").is_some_and(|zero| {
-            zero.is_boolean() || zero.get("stage").is_some_and(|stage| stage != "auto")
-        });
-        let zero = zero::read(&mut root, warn)?;
-        let activation_checkpointing = read_activation_checkpointing(&mut root, warn)?;
-        let aio = read_aio(&mut root, warn)?;
-        let steps_per_print = root.count("steps_per_print")?;
-        let wall_clock_breakdown = root.flag("wall_clock_breakdown")?.unwrap_or(false);
-        let monitors = monitors::read(&mut root)?;
-        let autotuning = autotuning::read(&mut root, warn)?;
-
-        let requested_types = read_gradient_types(&mut root, warn)?;
-        refuse_removed(&mut root)?;
-        root.ignore(&IGNORED, warn)?;
-        read_optional_blocks(&mut root, warn)?;
-        root.end_lenient(warn);
-
-        Ok(Self {
-            batch,
-            sequence_ranks,
+        let mut file = Self {
+            batch: BatchKeys {
+                train_batch_size: root.positive("train_batch_size")?,
+                micro_batch: root.positive("train_micro_batch_size_per_gpu")?,
+                grad_accum: root.positive("gradient_accumulation_steps")?,
+            },
+            sequence_ranks: root.positive("sequence_parallel_size")?,
             tensor_ranks,
-            zero,
-            has_stage,
             dtype,
             loss_scaling,
-            requested_types,
-            gradient_clipping: clipping,
-            optimizer,
-            param_groups,
-            schedule,
-            activation_checkpointing,
-            aio,
-            steps_per_print,
-            wall_clock_breakdown,
-            autotuning,
-            monitors,
+            gradient_clipping: root.number_in(
+                "gradient_clipping",
+                0.0..=f64::MAX,
+                "a number, 0 (off) or above",
+            )?,
+            optimizer: optimizer::read_optimizer(&mut root, warn)?,
+            schedule: optimizer::read_scheduler(&mut root, warn)?,
+            param_groups: optimizer::read_param_groups(&mut root)?,
+            has_stage: root.peek("zero_optimization").is_some_and(|zero| {
+                zero.is_boolean() || zero.get("stage").is_some_and(|stage| stage != "auto")
+            }),
+            zero: zero::read(&mut root, warn)?,
+            activation_checkpointing: read_activation_checkpointing(&mut root, warn)?,
+            aio: read_aio(&mut root, warn)?,
+            steps_per_print: root.count("steps_per_print")?,
+            wall_clock_breakdown: root.flag("wall_clock_breakdown")?.unwrap_or(false),
+            monitors: monitors::read(&mut root)?,
+            autotuning: autotuning::read(&mut root, warn)?,
+            requested_types: read_gradient_types(&mut root, warn)?,
             autos,
-            warnings,
-        })
+            warnings: Vec::new(),
+        };
+
+        root.refuse(keys! { "graph_harvesting" = Flag(false) => "DeepSpeed has removed it" })?;
+        root.ignore(IGNORED, warn)?;
+        read_optional_blocks(&mut root, warn)?;
+        root.end_lenient(warn);
+        file.warnings = warnings;
+        Ok(file)
     }
 
     /// `zero_optimization` with accelerate's values for `"auto"`, for a model of `hidden` channels.
@@ -379,11 +276,11 @@ fn read_tensor_parallel(
         return Ok(None);
     };
     let ranks = block.count("autotp_size")?;
-    block.refuse(&[
-        ("tp_size", Usual::Number(1), "set autotp_size"),
-        ("tp", Usual::Nothing, "set autotp_size"),
-        ("tensor_parallel", Usual::Nothing, "set autotp_size"),
-    ])?;
+    block.refuse(keys! {
+        "tp_size" = Number(1) => "set autotp_size",
+        "tp" = Nothing => "set autotp_size",
+        "tensor_parallel" = Nothing => "set autotp_size",
+    })?;
     block.end_lenient(warnings);
     Ok(ranks.map(|ranks| ranks.max(1)))
 }
@@ -395,26 +292,14 @@ fn read_activation_checkpointing(
     let Some(mut block) = root.block("activation_checkpointing")? else {
         return Ok(None);
     };
-    let ignored = [
-        (
-            "number_checkpoints",
-            Usual::Nothing,
-            "the input of each block is kept",
-        ),
-        (
-            "contiguous_memory_optimization",
-            Usual::Flag(false),
-            "all memory comes from one pool",
-        ),
-        (
-            "synchronize_checkpoint_boundary",
-            Usual::Flag(false),
-            "streams are ordered by events",
-        ),
-        ("profile", Usual::Flag(false), "times are in --metrics"),
-    ];
+    let ignored = keys! {
+        "number_checkpoints" = Nothing => "the input of each block is kept",
+        "contiguous_memory_optimization" = Flag(false) => "all memory comes from one pool",
+        "synchronize_checkpoint_boundary" = Flag(false) => "streams are ordered by events",
+        "profile" = Flag(false) => "times are in --metrics",
+    };
 
-    block.ignore(&ignored, warnings)?;
+    block.ignore(ignored, warnings)?;
     let read = ActivationCheckpointing {
         partition_activations: block.flag("partition_activations")?.unwrap_or(false),
         cpu_checkpointing: block.flag("cpu_checkpointing")?.unwrap_or(false),
@@ -429,27 +314,15 @@ fn read_aio(root: &mut Block, warnings: &mut Vec<String>) -> Result<Aio, ConfigF
         return Ok(Aio::default());
     };
     let threads = "the kernel serves queue_depth requests at once without threads";
-    let ignored = [
-        (
-            "use_gds",
-            Usual::Flag(false),
-            "files are read through host memory",
-        ),
-        ("thread_count", Usual::Number(1), threads),
-        ("intra_op_parallelism", Usual::Number(1), threads),
-        (
-            "single_submit",
-            Usual::Flag(false),
-            "requests are submitted together",
-        ),
-        (
-            "overlap_events",
-            Usual::Flag(true),
-            "requests are submitted while earlier ones run",
-        ),
-    ];
+    let ignored = keys! {
+        "use_gds" = Flag(false) => "files are read through host memory",
+        "thread_count" = Number(1) => threads,
+        "intra_op_parallelism" = Number(1) => threads,
+        "single_submit" = Flag(false) => "requests are submitted together",
+        "overlap_events" = Flag(true) => "requests are submitted while earlier ones run",
+    };
 
-    block.ignore(&ignored, warnings)?;
+    block.ignore(ignored, warnings)?;
     let aio = Aio {
         queue_depth: block.count_in("queue_depth", "a whole number from 1 to 4096", |n| {
             (1..=4096).contains(&n)
@@ -503,11 +376,11 @@ fn read_gradient_types(
         }
         types.extend(read("param_dtype")?);
         let buffers = "the model has no buffers";
-        let ignored = [
-            ("buffer_dtype", Usual::Nothing, buffers),
-            ("keep_in_fp32_modules", Usual::Nothing, buffers),
-        ];
-        block.ignore(&ignored, warnings)?;
+        let ignored = keys! {
+            "buffer_dtype" = Nothing => buffers,
+            "keep_in_fp32_modules" = Nothing => buffers,
+        };
+        block.ignore(ignored, warnings)?;
         block.end_lenient(warnings);
     }
 
@@ -526,28 +399,19 @@ fn read_gradient_types(
     Ok(types)
 }
 
-/// Rejects keys that DeepSpeed has removed.
-fn refuse_removed(root: &mut Block) -> Result<(), ConfigFileError> {
-    root.refuse(&[(
-        "graph_harvesting",
-        Usual::Flag(false),
-        "DeepSpeed has removed it",
-    )])
-}
-
 fn read_optional_blocks(
     root: &mut Block,
     warnings: &mut Vec<String>,
 ) -> Result<(), ConfigFileError> {
-    for (key, why) in OPTIONAL {
-        if root.take(key).is_some_and(|block| is_on(&block)) {
-            warnings.push(format!("{key} is ignored: {why}"));
+    for Key { name, why, .. } in OPTIONAL {
+        if root.take(name).is_some_and(|block| is_on(&block)) {
+            warnings.push(format!("{name} is ignored: {why}"));
         }
     }
-    for (key, why) in REFUSED {
-        if let Some(block) = root.take(key).filter(is_on) {
+    for Key { name, why, .. } in REFUSED {
+        if let Some(block) = root.take(name).filter(is_on) {
             return Err(ConfigFileError::Unsupported {
-                key: key.to_owned(),
+                key: (*name).to_owned(),
                 got: shortened(&block),
                 why,
             });

@@ -59,5 +59,4 @@ pub(crate) use batch::{Batch, BatchKeys};
 pub(crate) use deepspeed::{DsConfig, canonical};
 pub(crate) use error::ConfigFileError;
 pub(crate) use monitors::MonitorFolder;
-pub(crate) use optimizer::AUTO_STEPS;
 pub(crate) use zero::ZeroOptimization;

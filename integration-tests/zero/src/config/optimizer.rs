@@ -5,7 +5,7 @@ use zero_kernels::AdamHyper;
 use zero_optim::LrSchedule;
 
 use super::ConfigFileError;
-use super::block::{Block, Usual, shortened};
+use super::block::{Block, Key, keys, shortened};
 use zero_trainer::param_groups::ParamGroup;
 
 /// `optimizer`: Adam or AdamW.
@@ -18,39 +18,23 @@ pub(crate) struct DsOptimizer {
 }
 
 /// Parameters of the optimizer that would change results.
-const REFUSED: [(&str, Usual, &str); 4] = [
-    ("amsgrad", Usual::Flag(false), "AMSGrad is not supported"),
-    ("maximize", Usual::Flag(false), "the loss is minimized"),
-    (
-        "fp32_optimizer_states",
-        Usual::Flag(true),
-        "the moments are fp32",
-    ),
-    (
-        "max_grad_norm",
-        Usual::Nothing,
-        "use gradient_clipping at the top level",
-    ),
-];
+const REFUSED: &[Key] = keys! {
+    "amsgrad" = Flag(false) => "AMSGrad is not supported",
+    "maximize" = Flag(false) => "the loss is minimized",
+    "fp32_optimizer_states" = Flag(true) => "the moments are fp32",
+    "max_grad_norm" = Nothing => "use gradient_clipping at the top level",
+};
 
 const FUSED: &str = "the step is always fused";
 
 /// Parameters of the optimizer that change speed only.
-const IGNORED: [(&str, Usual, &str); 5] = [
-    (
-        "torch_adam",
-        Usual::Flag(false),
-        "the step is this program's own",
-    ),
-    ("fused", Usual::Flag(true), FUSED),
-    ("foreach", Usual::Flag(false), FUSED),
-    ("capturable", Usual::Flag(false), FUSED),
-    (
-        "set_grad_none",
-        Usual::Nothing,
-        "gradient buffers are reused",
-    ),
-];
+const IGNORED: &[Key] = keys! {
+    "torch_adam" = Flag(false) => "the step is this program's own",
+    "fused" = Flag(true) => FUSED,
+    "foreach" = Flag(false) => FUSED,
+    "capturable" = Flag(false) => FUSED,
+    "set_grad_none" = Nothing => "gradient buffers are reused",
+};
 
 /// Reads `optimizer`; `"Adam"` means AdamW unless `adam_w_mode` is false.
 pub(super) fn read_optimizer(
@@ -77,12 +61,12 @@ pub(super) fn read_optimizer(
         }
     };
 
-    block.ignore(&[("legacy_fusion", Usual::Flag(false), FUSED)], warnings)?;
+    block.ignore(keys! { "legacy_fusion" = Flag(false) => FUSED }, warnings)?;
     let mut params = params(&mut block)?;
     block.end_lenient(warnings);
 
-    params.refuse(&REFUSED)?;
-    params.ignore(&IGNORED, warnings)?;
+    params.refuse(REFUSED)?;
+    params.ignore(IGNORED, warnings)?;
 
     let adam_w_mode = params.flag("adam_w_mode")?.unwrap_or(true);
     let not_negative = "a number, 0 or above";
@@ -154,7 +138,7 @@ pub(super) fn read_param_groups(
 }
 
 /// `total_num_steps` of a schedule that has `"auto"`, which the run replaces by its last step.
-pub(crate) const AUTO_STEPS: u64 = u64::MAX;
+const AUTO_STEPS: u64 = u64::MAX;
 
 /// Reads `scheduler`.
 pub(super) fn read_scheduler(

@@ -4,7 +4,7 @@ use zero_alloc::device::DType;
 use zero_optim::{DynamicScaling, LossScaling};
 
 use super::ConfigFileError;
-use super::block::{Block, Usual};
+use super::block::{Block, keys};
 
 /// Reads `fp16` and `bf16` (or `bfloat16`): the type that one of them enables, fp32 if they disable
 /// it, or `None` if both are missing or one is `"auto"`; and the loss scaling of `fp16`, whether it
@@ -63,48 +63,37 @@ fn read_fp16(
     };
     let enabled = enabled(&mut block)?;
     block.ignore(
-        &[(
-            "auto_cast",
-            Usual::Flag(false),
-            "the model's inputs are token ids, which are not cast",
-        )],
+        keys! { "auto_cast" = Flag(false) => "the model's inputs are token ids, which are not cast" },
         warnings,
     )?;
-
-    let masters = "master weights and gradient sums are fp32";
-    block.refuse(&[("fp16_master_weights_and_grads", Usual::Flag(false), masters)])?;
-    let default = DynamicScaling::default();
-    let scale = block
-        .number_in(
-            "loss_scale",
-            0.0..=f64::MAX,
-            "0 (dynamic) or a scale above 0",
-        )?
-        .unwrap_or(0.0);
+    block.refuse(keys! {
+        "fp16_master_weights_and_grads" = Flag(false) =>
+            "master weights and gradient sums are fp32",
+    })?;
+    let scale = block.number_in(
+        "loss_scale",
+        0.0..=f64::MAX,
+        "0 (dynamic) or a scale above 0",
+    )?;
+    let scale = scale.unwrap_or(0.0);
 
     let small = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-    let dynamic = default
-        .initial_scale_power(
-            block
-                .count("initial_scale_power")?
-                .map_or(default.initial_scale_power, small),
-        )
-        .window(
-            block
-                .positive("loss_scale_window")?
-                .unwrap_or(default.window),
-        )
-        .hysteresis(block.count("hysteresis")?.map_or(default.hysteresis, small))
-        .consecutive_hysteresis(
-            block
-                .flag("consecutive_hysteresis")?
-                .unwrap_or(default.consecutive_hysteresis),
-        )
-        .min_scale(
-            block
-                .count("min_loss_scale")?
-                .map_or(default.min_scale, |n| n as f64),
-        );
+    let mut dynamic = DynamicScaling::default();
+    if let Some(power) = block.count("initial_scale_power")? {
+        dynamic.initial_scale_power = small(power);
+    }
+    if let Some(window) = block.positive("loss_scale_window")? {
+        dynamic.window = window;
+    }
+    if let Some(hysteresis) = block.count("hysteresis")? {
+        dynamic.hysteresis = small(hysteresis);
+    }
+    if let Some(consecutive) = block.flag("consecutive_hysteresis")? {
+        dynamic.consecutive_hysteresis = consecutive;
+    }
+    if let Some(min_scale) = block.count("min_loss_scale")? {
+        dynamic.min_scale = min_scale as f64;
+    }
 
     block.end_strict()?;
     let scaling = if scale > 0.0 {
@@ -136,26 +125,19 @@ fn read_bf16(
         return Ok(None);
     };
     let enabled = enabled(&mut block)?;
-    let ignored = [
-        (
-            "immediate_grad_update",
-            Usual::Nothing,
+    let ignored = keys! {
+        "immediate_grad_update" = Nothing =>
             "gradients are reduced as soon as their unit's backward ends",
-        ),
-        (
-            "check_grad_overflow",
-            Usual::Flag(true),
-            "gradients are always checked",
-        ),
-    ];
+        "check_grad_overflow" = Flag(true) => "gradients are always checked",
+    };
 
-    block.ignore(&ignored, warnings)?;
+    block.ignore(ignored, warnings)?;
     let masters = "master weights, moments and gradient sums are fp32";
-    let refused = [
-        ("bf16_master_weights_and_grads", Usual::Flag(false), masters),
-        ("bf16_optimizer_states", Usual::Flag(false), masters),
-    ];
-    block.refuse(&refused)?;
+    let refused = keys! {
+        "bf16_master_weights_and_grads" = Flag(false) => masters,
+        "bf16_optimizer_states" = Flag(false) => masters,
+    };
+    block.refuse(refused)?;
     block.end_strict()?;
 
     Ok(Some(enabled))

@@ -6,7 +6,6 @@ use zero_kernels::AdamHyper;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Warmup, WarmupDecay, WarmupType};
 
 use super::deepspeed::{ActivationCheckpointing, Aio};
-use super::monitors::Monitors;
 use super::optimizer::DsOptimizer;
 use super::{BatchKeys, ConfigFileError, DsConfig, ZeroOptimization};
 use zero_trainer::Home;
@@ -48,29 +47,7 @@ fn assert_errors(table: &str) {
 
 #[test]
 fn empty_file_has_deepspeeds_defaults() {
-    let expected = DsConfig {
-        sequence_ranks: None,
-        tensor_ranks: None,
-        batch: BatchKeys::default(),
-        zero: ZeroOptimization::default(),
-        has_stage: false,
-        dtype: None,
-        loss_scaling: None,
-        requested_types: vec![],
-        gradient_clipping: None,
-        optimizer: None,
-        param_groups: None,
-        schedule: None,
-        activation_checkpointing: None,
-        aio: Aio::default(),
-        steps_per_print: None,
-        autotuning: None,
-        wall_clock_breakdown: false,
-        monitors: Monitors::default(),
-        autos: vec![],
-        warnings: vec![],
-    };
-    assert_eq!(quiet("{}"), expected);
+    assert_eq!(quiet("{}"), DsConfig::default());
 }
 
 #[test]
@@ -209,23 +186,18 @@ fn file_with_all_keys_is_read() {
             persistence_threshold_elems: 5_000,
             max_live_elems: 6_000_000,
             max_reuse_elems: 7_000_000,
-            gather_16bit_weights_on_save: false,
             offload_optimizer: Home::Nvme("/local".into()),
             offload_optimizer_buffers: Some(6),
-            offload_param: Home::Device,
-            hpz_ranks: None,
-            mics_shard_ranks: None,
+            ..ZeroOptimization::default()
         },
         has_stage: true,
         dtype: Some(DType::Bf16),
-        loss_scaling: None,
         requested_types: vec![
             ("communication_data_type".to_owned(), DType::Bf16),
             ("data_types.param_dtype".to_owned(), DType::Bf16),
         ],
         gradient_clipping: Some(0.5),
         optimizer: Some(DsOptimizer { lr: 3e-4, hyper }),
-        param_groups: None,
         schedule: Some(LrSchedule::WarmupDecay(schedule)),
         activation_checkpointing: Some(ActivationCheckpointing {
             partition_activations: true,
@@ -236,11 +208,8 @@ fn file_with_all_keys_is_read() {
             block_bytes: Some(4096),
         },
         steps_per_print: Some(5),
-        autotuning: None,
         wall_clock_breakdown: true,
-        monitors: Monitors::default(),
-        autos: vec![],
-        warnings: vec![],
+        ..DsConfig::default()
     };
 
     assert_eq!(config, expected);
@@ -312,90 +281,51 @@ fn stage_3_keys_have_two_names() {
 
 #[test]
 fn precision_is_fp32_unless_enabled() {
-    let dynamic = || LossScaling::Dynamic(DynamicScaling::default());
-    let changed = DynamicScaling::default()
+    let table = r#"
+        {} => none none
+        {"fp16": {}} => fp32 dynamic
+        {"fp16": {"enabled": false, "loss_scale": 8}} => fp32 8
+        {"fp16": {"enabled": "auto", "loss_scale": 8}} => none 8
+        {"fp16": {"enabled": true}} => fp16 dynamic
+        {"fp16": {"enabled": true, "loss_scale": 0}} => fp16 dynamic
+        {"fp16": {"enabled": true, "loss_scale": 128}} => fp16 128
+        {"fp16": {"enabled": true, "loss_scale": 0.5}} => fp16 0.5
+        {"bf16": {"enabled": true}} => bf16 none
+        {"bfloat16": {"enabled": true}} => bf16 none
+        {"bf16": {"enabled": false}} => fp32 none
+        {"bf16": {"enabled": "auto"}} => none none
+        {"bf16": "auto"} => none none
+        {"bf16": {"enabled": true}, "fp16": {"enabled": false}} => bf16 dynamic
+        {"bf16": {"enabled": "auto"}, "fp16": {"enabled": false}} => none dynamic
+        {"bf16": {"enabled": false}, "fp16": {"enabled": false}} => fp32 dynamic
+    "#;
+    for (text, expected) in cases(table) {
+        let config = quiet(&text);
+        let is_auto = config.is_auto("bf16.enabled") || config.is_auto("fp16.enabled");
+        assert_eq!(is_auto, text.contains("auto"), "{text}");
+        let dtype = config.dtype.map_or("none", DType::name);
+        let scaling = match config.loss_scaling {
+            None => "none".to_owned(),
+            Some(LossScaling::Static { scale }) => scale.to_string(),
+            Some(dynamic) => {
+                assert_eq!(dynamic, LossScaling::Dynamic(DynamicScaling::default()));
+                "dynamic".to_owned()
+            }
+        };
+        assert_eq!(format!("{dtype} {scaling}"), expected, "{text}");
+    }
+
+    let config = quiet(
+        r#"{"fp16": {"enabled": true, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 4,
+            "consecutive_hysteresis": true, "min_loss_scale": 2}}"#,
+    );
+    let expected = DynamicScaling::default()
         .initial_scale_power(12)
         .window(50)
         .hysteresis(4)
         .consecutive_hysteresis(true)
         .min_scale(2.0);
-    let fixed = |scale| LossScaling::Static { scale };
-
-    let cases = [
-        (r#"{}"#, None, None),
-        (r#"{"fp16": {}}"#, Some(DType::F32), Some(dynamic())),
-        (
-            r#"{"fp16": {"enabled": false, "loss_scale": 8}}"#,
-            Some(DType::F32),
-            Some(fixed(8.0)),
-        ),
-        (
-            r#"{"fp16": {"enabled": "auto", "loss_scale": 8}}"#,
-            None,
-            Some(fixed(8.0)),
-        ),
-        (
-            r#"{"fp16": {"enabled": true}}"#,
-            Some(DType::F16),
-            Some(dynamic()),
-        ),
-        (
-            r#"{"fp16": {"enabled": true, "loss_scale": 0}}"#,
-            Some(DType::F16),
-            Some(dynamic()),
-        ),
-        (
-            r#"{"fp16": {"enabled": true, "loss_scale": 128}}"#,
-            Some(DType::F16),
-            Some(fixed(128.0)),
-        ),
-        (
-            r#"{"fp16": {"enabled": true, "loss_scale": 0.5}}"#,
-            Some(DType::F16),
-            Some(fixed(0.5)),
-        ),
-        (
-            r#"{"fp16": {"enabled": true, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 4,
-                "consecutive_hysteresis": true, "min_loss_scale": 2}}"#,
-            Some(DType::F16),
-            Some(LossScaling::Dynamic(changed)),
-        ),
-        (r#"{"bf16": {"enabled": true}}"#, Some(DType::Bf16), None),
-        (
-            r#"{"bfloat16": {"enabled": true}}"#,
-            Some(DType::Bf16),
-            None,
-        ),
-        (r#"{"bf16": {"enabled": false}}"#, Some(DType::F32), None),
-        (r#"{"bf16": {"enabled": "auto"}}"#, None, None),
-        (r#"{"bf16": "auto"}"#, None, None),
-        (
-            r#"{"bf16": {"enabled": true}, "fp16": {"enabled": false}}"#,
-            Some(DType::Bf16),
-            Some(dynamic()),
-        ),
-        (
-            r#"{"bf16": {"enabled": "auto"}, "fp16": {"enabled": false}}"#,
-            None,
-            Some(dynamic()),
-        ),
-        (
-            r#"{"bf16": {"enabled": false}, "fp16": {"enabled": false}}"#,
-            Some(DType::F32),
-            Some(dynamic()),
-        ),
-    ];
-
-    for (text, dtype, scaling) in cases {
-        let config = quiet(text);
-        let is_auto = config.is_auto("bf16.enabled") || config.is_auto("fp16.enabled");
-        assert_eq!(is_auto, text.contains("auto"), "{text}");
-        assert_eq!(
-            (config.dtype, config.loss_scaling),
-            (dtype, scaling),
-            "{text}"
-        );
-    }
+    assert_eq!(config.loss_scaling, Some(LossScaling::Dynamic(expected)));
 
     // DeepSpeed's scale never halves then.
     let config = DsConfig::parse(r#"{"fp16": {"enabled": true, "hysteresis": 0}}"#).unwrap();

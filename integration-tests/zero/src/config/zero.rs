@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::ConfigFileError;
-use super::block::{Block, Usual, shortened};
+use super::block::{Block, Key, keys, shortened};
 use zero_trainer::Home;
 
 /// `zero_optimization`. Missing keys have DeepSpeed's defaults.
@@ -83,133 +83,47 @@ const STAGE3_NAMES: [&str; 9] = [
     "allgather_sequential",
 ];
 
+const UNITS: &str = "parameters are gathered by unit (embedding, block, head)";
+const EXACT: &str = "this program sends gradients and parameters unquantized";
+
 /// Unsupported keys that change speed, memory or messages only.
-const IGNORED: [(&str, Usual, &str); 23] = {
-    use Usual::{Flag, Nothing, Number};
-    let units = "parameters are gathered by unit (embedding, block, head)";
-    [
-        (
-            "contiguous_gradients",
-            Flag(true),
-            "gradients are always contiguous",
-        ),
-        (
-            "reduce_scatter",
-            Flag(true),
-            "gradients are always reduce-scattered from stage 2",
-        ),
-        (
-            "use_multi_rank_bucket_allreduce",
-            Flag(true),
-            "a bucket always has the gradients of all ranks' shards",
-        ),
-        (
-            "allgather_partitions",
-            Flag(true),
-            "parameters are always gathered by all_gather",
-        ),
-        (
-            "load_from_fp32_weights",
-            Flag(true),
-            "a checkpoint's fp32 weights are always loaded",
-        ),
-        (
-            "elastic_checkpoint",
-            Flag(false),
-            "every checkpoint loads at every number of ranks",
-        ),
-        (
-            "ignore_unused_parameters",
-            Flag(true),
-            "every parameter of the model is used",
-        ),
-        ("legacy_stage1", Flag(false), "this program has one stage 1"),
-        (
-            "round_robin_gradients",
-            Flag(false),
-            "gradients are in the order of the model",
-        ),
-        (
-            "parameter_alignment",
-            Flag(false),
-            "shards are always aligned",
-        ),
-        (
-            "memory_efficient_linear",
-            Flag(true),
-            "the model has its own linear layer",
-        ),
-        (
-            "pipeline_loading_checkpoint",
-            Flag(false),
-            "a checkpoint is read shard by shard",
-        ),
-        (
-            "override_module_apply",
-            Flag(true),
-            "the model has no modules to override",
-        ),
-        (
-            "log_trace_cache_warnings",
-            Flag(false),
-            "the order of the units is known before the first step",
-        ),
-        (
-            "enable_sanity_checks",
-            Flag(false),
-            "sanity checks are always on",
-        ),
-        (
-            "save_muon_momentum_buffer_in_memory",
-            Flag(false),
-            "the Muon optimizer is not supported",
-        ),
-        ("leaf_module", Nothing, units),
-        (
-            "model_persistence_threshold",
-            Nothing,
-            "only the threshold per parameter is used",
-        ),
-        ("module_granularity_threshold", Number(0), units),
-        (
-            "use_all_reduce_for_fetch_params",
-            Flag(false),
-            "parameters are always gathered by all_gather",
-        ),
-        ("allgather_sequential", Flag(false), units),
-        (
-            "compute_grad_norm",
-            Flag(true),
-            "the norm is always computed",
-        ),
-        (
-            "cpu_offload_use_pin_memory",
-            Nothing,
-            "use pin_memory of the offload blocks",
-        ),
-    ]
+const IGNORED: &[Key] = keys! {
+    "contiguous_gradients" = Flag(true) => "gradients are always contiguous",
+    "reduce_scatter" = Flag(true) => "gradients are always reduce-scattered from stage 2",
+    "use_multi_rank_bucket_allreduce" = Flag(true) =>
+        "a bucket always has the gradients of all ranks' shards",
+    "allgather_partitions" = Flag(true) => "parameters are always gathered by all_gather",
+    "load_from_fp32_weights" = Flag(true) => "a checkpoint's fp32 weights are always loaded",
+    "elastic_checkpoint" = Flag(false) => "every checkpoint loads at every number of ranks",
+    "ignore_unused_parameters" = Flag(true) => "every parameter of the model is used",
+    "legacy_stage1" = Flag(false) => "this program has one stage 1",
+    "round_robin_gradients" = Flag(false) => "gradients are in the order of the model",
+    "parameter_alignment" = Flag(false) => "shards are always aligned",
+    "memory_efficient_linear" = Flag(true) => "the model has its own linear layer",
+    "pipeline_loading_checkpoint" = Flag(false) => "a checkpoint is read shard by shard",
+    "override_module_apply" = Flag(true) => "the model has no modules to override",
+    "log_trace_cache_warnings" = Flag(false) =>
+        "the order of the units is known before the first step",
+    "enable_sanity_checks" = Flag(false) => "sanity checks are always on",
+    "save_muon_momentum_buffer_in_memory" = Flag(false) => "the Muon optimizer is not supported",
+    "leaf_module" = Nothing => UNITS,
+    "model_persistence_threshold" = Nothing => "only the threshold per parameter is used",
+    "module_granularity_threshold" = Number(0) => UNITS,
+    "use_all_reduce_for_fetch_params" = Flag(false) =>
+        "parameters are always gathered by all_gather",
+    "allgather_sequential" = Flag(false) => UNITS,
+    "compute_grad_norm" = Flag(true) => "the norm is always computed",
+    "cpu_offload_use_pin_memory" = Nothing => "use pin_memory of the offload blocks",
 };
 
 /// Unsupported keys that change the results.
-const REFUSED: [(&str, Usual, &str); 6] = {
-    use Usual::{Flag, Nothing};
-    let exact = "this program sends gradients and parameters unquantized";
-    [
-        ("zero_quantized_weights", Flag(false), exact),
-        ("zero_quantized_nontrainable_weights", Flag(false), exact),
-        ("zero_quantized_gradients", Flag(false), exact),
-        ("zeropp_loco_param", Nothing, exact),
-        (
-            "zenflow",
-            Nothing,
-            "updates are not deferred to later steps",
-        ),
-        (
-            "mics_hierarchical_params_gather",
-            Nothing,
-            "DeepSpeed has removed it",
-        ),
-    ]
+const REFUSED: &[Key] = keys! {
+    "zero_quantized_weights" = Flag(false) => EXACT,
+    "zero_quantized_nontrainable_weights" = Flag(false) => EXACT,
+    "zero_quantized_gradients" = Flag(false) => EXACT,
+    "zeropp_loco_param" = Nothing => EXACT,
+    "zenflow" = Nothing => "updates are not deferred to later steps",
+    "mics_hierarchical_params_gather" = Nothing => "DeepSpeed has removed it",
 };
 
 /// Reads `zero_optimization`: an object or, in old files, a flag.
@@ -246,10 +160,9 @@ pub(super) fn read(
         "stage3_gather_fp16_weights_on_model_save",
         "gather_16bit_weights_on_model_save",
     )?;
-    block.ignore(&IGNORED, warnings)?;
-    block.refuse(&REFUSED)?;
+    block.ignore(IGNORED, warnings)?;
+    block.refuse(REFUSED)?;
 
-    let default = ZeroOptimization::default();
     let stage = block
         .number_in("stage", 0.0..=3.0, "0, 1, 2, 3 or \"auto\"")?
         .unwrap_or(0.0);
@@ -267,28 +180,10 @@ pub(super) fn read(
     let (offload_optimizer, offload_optimizer_buffers) =
         read_offload_optimizer(&mut block, warnings)?;
     let offload_param = read_offload_param(&mut block, warnings)?;
-    let zero = ZeroOptimization {
+    let mut zero = ZeroOptimization {
         stage,
-        reduce_bucket_elems: block
-            .count("reduce_bucket_size")?
-            .unwrap_or(default.reduce_bucket_elems),
-        allgather_bucket_elems: block
-            .count("allgather_bucket_size")?
-            .unwrap_or(default.allgather_bucket_elems),
         overlap_comm: block.flag("overlap_comm")?,
         sub_group_elems: block.count("sub_group_size")?,
-        prefetch_bucket_elems: block
-            .count("prefetch_bucket_size")?
-            .unwrap_or(default.prefetch_bucket_elems),
-        persistence_threshold_elems: block
-            .count("param_persistence_threshold")?
-            .unwrap_or(default.persistence_threshold_elems),
-        max_live_elems: block
-            .count("max_live_parameters")?
-            .unwrap_or(default.max_live_elems),
-        max_reuse_elems: block
-            .count("max_reuse_distance")?
-            .unwrap_or(default.max_reuse_elems),
         gather_16bit_weights_on_save: block
             .flag("gather_16bit_weights_on_model_save")?
             .unwrap_or(false),
@@ -299,7 +194,22 @@ pub(super) fn read(
             .count("zero_hpz_partition_size")?
             .filter(|ranks| *ranks > 1),
         mics_shard_ranks: read_mics(&mut block)?,
+        ..ZeroOptimization::default()
     };
+
+    for (key, size) in [
+        ("reduce_bucket_size", &mut zero.reduce_bucket_elems),
+        ("allgather_bucket_size", &mut zero.allgather_bucket_elems),
+        ("prefetch_bucket_size", &mut zero.prefetch_bucket_elems),
+        (
+            "param_persistence_threshold",
+            &mut zero.persistence_threshold_elems,
+        ),
+        ("max_live_parameters", &mut zero.max_live_elems),
+        ("max_reuse_distance", &mut zero.max_reuse_elems),
+    ] {
+        *size = block.count(key)?.unwrap_or(*size);
+    }
 
     block.end_strict()?;
     Ok(zero)
@@ -324,35 +234,22 @@ fn read_offload_optimizer(
     zero: &mut Block,
     warnings: &mut Vec<String>,
 ) -> Result<(Home, Option<u64>), ConfigFileError> {
-    use Usual::{Flag, Nothing};
     let old = old_flag(zero, "cpu_offload", "offload_optimizer")?;
     let Some(mut block) = zero.block("offload_optimizer")? else {
         return Ok((old, None));
     };
     let pipelined = "reads, updates and writes are always pipelined";
 
-    let ignored = [
-        PINNED,
-        ("pipeline_read", Flag(true), pipelined),
-        ("pipeline_write", Flag(true), pipelined),
-        (
-            "fast_init",
-            Flag(false),
-            "state is initialized on its device",
-        ),
-        (
-            "super_offload",
-            Flag(false),
-            "only one kind of offload is supported",
-        ),
-        (
-            "cpuadam_cores_perc",
-            Nothing,
-            "the step uses the threads of its rank",
-        ),
-    ];
+    let ignored = keys! {
+        "pin_memory" = Flag(true) => PINNED,
+        "pipeline_read" = Flag(true) => pipelined,
+        "pipeline_write" = Flag(true) => pipelined,
+        "fast_init" = Flag(false) => "state is initialized on its device",
+        "super_offload" = Flag(false) => "only one kind of offload is supported",
+        "cpuadam_cores_perc" = Nothing => "the step uses the threads of its rank",
+    };
 
-    block.ignore(&ignored, warnings)?;
+    block.ignore(ignored, warnings)?;
     block.number_in(
         "ratio",
         1.0..=1.0,
@@ -373,28 +270,20 @@ fn read_offload_param(
         return Ok(old);
     };
     let buffers = "buffers hold the units that are gathered ahead (stage3_prefetch_bucket_size)";
-    let ignored = [
-        PINNED,
-        ("buffer_count", Usual::Number(5), buffers),
-        ("buffer_size", Usual::Number(100_000_000), buffers),
-        (
-            "max_in_cpu",
-            Usual::Number(1_000_000_000),
-            "with nvme, host memory holds the buffers alone",
-        ),
-    ];
-    block.ignore(&ignored, warnings)?;
+    let ignored = keys! {
+        "pin_memory" = Flag(true) => PINNED,
+        "buffer_count" = Number(5) => buffers,
+        "buffer_size" = Number(100_000_000) => buffers,
+        "max_in_cpu" = Number(1_000_000_000) => "with nvme, host memory holds the buffers alone",
+    };
+    block.ignore(ignored, warnings)?;
     let home = home(&mut block)?;
     block.end_strict()?;
     Ok(home)
 }
 
-/// The key of pinned memory.
-const PINNED: (&str, Usual, &str) = (
-    "pin_memory",
-    Usual::Flag(true),
-    "offloaded state is in pinned memory if the device is a GPU",
-);
+/// Why `pin_memory` is ignored.
+const PINNED: &str = "offloaded state is in pinned memory if the device is a GPU";
 
 /// Reads `cpu_offload: true`, the old form of `offload_optimizer`.
 fn old_flag(zero: &mut Block, old: &str, new: &str) -> Result<Home, ConfigFileError> {

@@ -23,7 +23,7 @@ use std::time::Duration;
 use rustix::process::Signal;
 use thiserror::Error;
 use zero_alloc::TimeLimit;
-use zero_comm::nccl::Token;
+use zero_comm::world::Token;
 
 use output::Prefixed;
 pub(crate) use process::ProcessGroup;

@@ -69,6 +69,16 @@ pub(crate) struct RunMemory<'a> {
     pub(crate) saves: bool,
 }
 
+impl RunMemory<'_> {
+    /// The memory of a rank on the host with these settings.
+    fn rank_bytes(&self, settings: &Settings) -> Option<RankBytes> {
+        let workload = self.workload;
+        let activations = workload.config.activations_bytes(&workload.options);
+        let passes = workload.config.passes();
+        RankBytes::new(settings, self.layout, &passes, activations, self.saves)
+    }
+}
+
 /// Rejects a run that does not fit, if `ranks` ranks are threads of this process. `limit_bytes` is
 /// the value of `--memory-limit`.
 pub(crate) fn check(
@@ -76,11 +86,7 @@ pub(crate) fn check(
     ranks: usize,
     limit_bytes: Option<u64>,
 ) -> Result<(), CliError> {
-    let workload = run.workload;
-    let activations = workload.config.activations_bytes(&workload.options);
-    let passes = workload.config.passes();
-    let saves = run.saves;
-    let need = RankBytes::new(run.settings, run.layout, &passes, activations, saves);
+    let need = run.rank_bytes(run.settings);
     let limits: Vec<Limit> = limits(Path::new("/"))
         .into_iter()
         .chain(limit_bytes.map(of_flag))
@@ -94,13 +100,7 @@ pub(crate) fn offload_notice(run: &RunMemory<'_>, on_gpu: bool) -> Option<String
     if on_gpu || !matches!(run.settings.offload.params, Home::Nvme(_)) {
         return None;
     }
-    let workload = run.workload;
-    let activations = workload.config.activations_bytes(&workload.options);
-    let passes = workload.config.passes();
-    let saves = run.saves;
-    let need = |settings: &Settings| {
-        RankBytes::new(settings, run.layout, &passes, activations, saves).map(|bytes| bytes.total())
-    };
+    let need = |settings| run.rank_bytes(settings).map(|bytes| bytes.total());
     let mut without = run.settings.clone();
     without.offload.params = Home::Device;
     let with = need(run.settings)?;

@@ -3,7 +3,7 @@
 use indicatif::{HumanBytes, HumanCount};
 use zero_shard::{GridLayout, ShardError, ZeroStage, largest};
 
-use super::request::Request;
+use super::request::{MachineSize, Request};
 use super::stage::{self, Stage, evaluate_on};
 use zero_trainer::Home;
 
@@ -26,7 +26,7 @@ pub(crate) fn advice(
     stages: &[Stage],
     chosen: Option<u8>,
 ) -> Result<Vec<String>, ShardError> {
-    let Some(memory) = request.gpu_memory_bytes else {
+    let Some(memory) = request.machine.gpu_memory_bytes else {
         return Ok(Vec::new());
     };
     if let Some(stage) = stages.iter().find(|s| Some(s.stage) == chosen) {
@@ -115,11 +115,11 @@ fn sharded_states(
 ) -> Option<String> {
     let states = stages.last()?.states_bytes;
     let params = layout.parts().numel_elems();
-    if states <= memory || params == 0 || request.offload.optimizer != Home::Device {
+    if states <= memory || params == 0 || request.run.offload.optimizer != Home::Device {
         return None;
     }
     // Without padding it is a whole number.
-    let whole = u128::from(states) * u128::from(request.gpus);
+    let whole = u128::from(states) * u128::from(request.machine.gpus);
     let of_param = (whole + u128::from(params / 2)) / u128::from(params);
     Some(format!(
         "Stage 3 shards parameters, gradients and optimizer state, {of_param} bytes a parameter: they alone are {} on each GPU, which has {}.",
@@ -153,25 +153,25 @@ impl Change {
     /// Whether the request is without the change.
     fn is_new(self, request: &Request) -> bool {
         match self {
-            Self::Checkpointing => !request.checkpointing,
-            Self::MicroBatch => request.micro_batch > 1,
-            Self::Offload => request.offload.optimizer == Home::Device,
-            Self::OffloadParams => request.offload.params == Home::Device,
+            Self::Checkpointing => !request.options.activation_checkpointing,
+            Self::MicroBatch => request.micro_batch() > 1,
+            Self::Offload => request.run.offload.optimizer == Home::Device,
+            Self::OffloadParams => request.run.offload.params == Home::Device,
             Self::Bucket(_) => true,
         }
     }
 
     fn apply(self, request: &mut Request) {
         match self {
-            Self::Checkpointing => request.checkpointing = true,
+            Self::Checkpointing => request.options.activation_checkpointing = true,
             Self::MicroBatch => {
-                request.grad_accum = grad_accum_of_rows(request);
-                request.micro_batch = 1;
+                request.run.grad_accum_steps = grad_accum_of_rows(request) as usize;
+                request.options.micro_batch = 1;
             }
-            Self::Offload => request.offload.optimizer = Home::Host,
-            Self::OffloadParams => request.offload.params = Home::Host,
+            Self::Offload => request.run.offload.optimizer = Home::Host,
+            Self::OffloadParams => request.run.offload.params = Home::Host,
             Self::Bucket(elems) => {
-                request.bucket_elems = Some(elems);
+                request.run.bucket_capacity_elems = elems as usize;
                 request.trims_bucket = false;
             }
         }
@@ -194,7 +194,7 @@ impl Change {
 
 /// The micro-batches of a step in which each has one row.
 fn grad_accum_of_rows(request: &Request) -> u64 {
-    request.grad_accum.saturating_mul(request.micro_batch)
+    request.grad_accum().saturating_mul(request.micro_batch())
 }
 
 /// The smallest bucket that is recommended, in elements. Smaller ones save little.
@@ -317,7 +317,7 @@ impl Search<'_> {
     /// The same with state on drives, if `fitting` has changes that move all of it to host memory.
     fn on_drives(&self, fitting: &[Vec<Change>]) -> Result<Option<String>, ShardError> {
         let moves_all = |changes: &&Vec<Change>| changes.contains(&Change::OffloadParams);
-        if self.request.offload.optimizer != Home::Device {
+        if self.request.run.offload.optimizer != Home::Device {
             return Ok(None);
         }
         let Some(changes) = fitting.iter().find(moves_all) else {
@@ -325,8 +325,8 @@ impl Search<'_> {
         };
 
         let mut request = self.with(changes);
-        request.offload.optimizer = Home::Nvme("DIR".into());
-        request.offload.params = Home::Nvme("DIR".into());
+        request.run.offload.optimizer = Home::Nvme("DIR".into());
+        request.run.offload.params = Home::Nvme("DIR".into());
         let stage = evaluate_on(&request, self.layout, ZeroStage::Three)?;
         if stage.fits != Some(true) {
             return Ok(None);
@@ -337,7 +337,8 @@ impl Search<'_> {
         flags.push("--offload nvme:DIR".to_owned());
         flags.push("--offload-params nvme:DIR".to_owned());
         let of_node = |bytes: u64| {
-            HumanBytes(bytes.saturating_mul(self.request.gpus / self.request.nodes)).to_string()
+            HumanBytes(bytes.saturating_mul(self.request.machine.gpus / self.request.machine.nodes))
+                .to_string()
         };
         Ok(Some(format!(
             "On drives: {} ({} of host memory and {} of a drive in each node).",
@@ -353,7 +354,7 @@ impl Search<'_> {
         if let Some(gpus) = gpus_needed(self.request)? {
             return Ok(Some(format!("Stage 3 fits on {gpus} GPUs of this kind.")));
         }
-        if self.request.checkpointing {
+        if self.request.options.activation_checkpointing {
             return Ok(None);
         }
         let gpus = gpus_needed(&self.with(&[Change::Checkpointing]))?;
@@ -375,22 +376,26 @@ impl Search<'_> {
         if now == host_bytes(self.request)? {
             return Ok(text);
         }
-        let node = HumanBytes(now.saturating_mul(self.request.gpus / self.request.nodes));
+        let node =
+            HumanBytes(now.saturating_mul(self.request.machine.gpus / self.request.machine.nodes));
         Ok(format!("{text} ({node} of host memory in each node)"))
     }
 }
 
 /// The fewest GPUs on which stage 3 fits, with as many per node as now.
 fn gpus_needed(request: &Request) -> Result<Option<u64>, ShardError> {
-    let each = request.gpus / request.nodes;
+    let each = request.machine.gpus / request.machine.nodes;
     let with = |nodes: u64| Request {
-        nodes,
-        gpus: nodes * each,
+        machine: MachineSize {
+            nodes,
+            gpus: nodes * each,
+            ..request.machine
+        },
         ..request.clone()
     };
     let most = MAX_GPUS / each;
     let fits = |request: &Request| stage::fits(request, ZeroStage::Three);
-    if most <= request.nodes || !fits(&with(most))? {
+    if most <= request.machine.nodes || !fits(&with(most))? {
         return Ok(None);
     }
     // Memory per rank falls with the number of ranks, except for alignment.

@@ -13,7 +13,7 @@ use super::stage::fits;
 /// with their number. But it does rise among models of equal shape, and from the smallest model of
 /// one shape to that of the next.
 pub(crate) fn largest_model_params(request: &Request, stage: ZeroStage) -> Option<u64> {
-    request.gpu_memory_bytes?;
+    request.machine.gpu_memory_bytes?;
     // A model of typical shape has no parameters that are cut.
     if request.tensor_ranks() > 1 {
         return None;
@@ -45,9 +45,9 @@ pub(crate) fn largest_model_params(request: &Request, stage: ZeroStage) -> Optio
 /// model's positions; 0 if none fits, and `None` if the memory of a GPU is unknown, or the model's
 /// shape is assumed, so that it has no positions. Ranks that share a sequence divide it.
 pub(crate) fn longest_seq_len(request: &Request, stage: ZeroStage) -> Option<u64> {
-    request.gpu_memory_bytes?;
+    request.machine.gpu_memory_bytes?;
     let most = request.model.config.as_ref()?.max_positions() as u64;
-    let share = request.mesh.sequence_ranks() as u64;
+    let share = request.run.mesh.sequence_ranks() as u64;
     let tokens = galloping(|parts| {
         let tokens = parts.saturating_mul(share);
         tokens <= most && fits(&request.with_seq_len(tokens), stage).unwrap_or(false)

@@ -114,23 +114,23 @@ impl Report {
                 hidden: request.model.shape.hidden,
                 assumed_shape: request.model.assumed,
             },
-            gpus: request.gpus,
-            nodes: request.nodes,
-            gpu_memory_bytes: request.gpu_memory_bytes,
-            dtype: request.dtype.to_string(),
-            micro_batch: request.micro_batch,
-            grad_accum: request.grad_accum,
-            seq_len: request.seq_len,
-            ulysses: request.mesh.sequence_ranks(),
+            gpus: request.machine.gpus,
+            nodes: request.machine.nodes,
+            gpu_memory_bytes: request.machine.gpu_memory_bytes,
+            dtype: request.run.dtype.to_string(),
+            micro_batch: request.micro_batch(),
+            grad_accum: request.grad_accum(),
+            seq_len: request.seq_len(),
+            ulysses: request.run.mesh.sequence_ranks(),
             tensor_parallel: request.tensor_ranks(),
-            partition_activations: request.partition_activations,
-            sequence_parallel: request.sequence_parallel,
-            activation_checkpointing: request.checkpointing,
+            partition_activations: request.options.partition_activations,
+            sequence_parallel: request.options.sequence_parallel,
+            activation_checkpointing: request.options.activation_checkpointing,
             recompute_gelu: request.recompute_gelu,
-            offload: request.offload.clone(),
-            peak_tflops: request.peak_tflops,
-            drive_tbw: request.drive_tbw,
-            drive_gb_per_s: request.drive_bytes_per_s / 1e9,
+            offload: request.run.offload.clone(),
+            peak_tflops: request.machine.peak_tflops,
+            drive_tbw: request.machine.drive_tbw,
+            drive_gb_per_s: request.machine.drive_bytes_per_s / 1e9,
             simulated_on: on.cloned(),
             largest_unit_elems,
             topologies: topologies(request)?,
@@ -144,7 +144,7 @@ impl Report {
 
 /// All distributions of stage 3 over several nodes; empty for one node.
 fn topologies(request: &Request) -> Result<Vec<Topology>, ShardError> {
-    if request.nodes == 1 || request.offload.params != Home::Device {
+    if request.machine.nodes == 1 || request.run.offload.params != Home::Device {
         return Ok(Vec::new());
     }
     let ways = [
@@ -175,7 +175,7 @@ fn topologies(request: &Request) -> Result<Vec<Topology>, ShardError> {
         let layout = layout(request, sharding)?;
         let widths = request.settings(ZeroStage::Three, 0).widths();
         let traffic =
-            layout.step_traffic(ZeroStage::Three, &widths, request.grad_accum, routing)?;
+            layout.step_traffic(ZeroStage::Three, &widths, request.grad_accum(), routing)?;
         Ok(Topology {
             name,
             states_bytes: layout.state_bytes(ZeroStage::Three, &widths)?.total_bytes(),

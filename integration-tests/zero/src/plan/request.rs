@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use zero_alloc::device::DType;
 use zero_comm::PrefetchOptions;
-use zero_optim::OptimizerConfig;
+use zero_optim::{Moments, OptimizerConfig};
 use zero_shard::{
     LayoutOptions, ParamSpec, ShardError, Tie, TransformerShape, UnitSpec, ZeroStage,
 };
@@ -15,10 +15,10 @@ use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_config};
 use crate::settings::args::{Collectives, TrainArgs};
 use crate::settings::collectives;
-use crate::settings::mesh::{self, COLLECTIVES};
+use crate::settings::mesh;
 use crate::settings::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
 use crate::settings::record::RunRecord;
-use crate::settings::row::Sources;
+use crate::settings::sources::{Sources, of_file};
 use zero_models::ModelConfig;
 use zero_models::ModelOptions;
 use zero_models::gpt2::config::GptConfig;
@@ -45,51 +45,50 @@ pub(crate) struct ModelSize {
 pub(crate) struct Request {
     /// Shared by the many requests of a search; a model may have thousands of units.
     pub(crate) model: Arc<ModelSize>,
+    /// The settings of the run, but for what its stage decides; see [`Request::settings`].
+    pub(crate) run: Settings,
+    /// The options of the model; see [`Request::model_options`].
+    pub(crate) options: ModelOptions,
+    /// Whether GELU's output is recomputed; `None`: where it does not fit otherwise.
+    pub(crate) recompute_gelu: Option<bool>,
+    /// Whether to limit the bucket to the largest unit, as the trainer does by default and with a
+    /// size from a configuration.
+    pub(crate) trims_bucket: bool,
+    pub(crate) configured_stage: Option<ZeroStage>,
+    pub(crate) machine: MachineSize,
+    /// The configuration file, some of whose sizes depend on the width of the model.
+    pub(crate) file: Option<Box<DsConfig>>,
+}
+
+/// The GPUs of a plan.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MachineSize {
     pub(crate) gpus: u64,
     pub(crate) nodes: u64,
     pub(crate) gpu_memory_bytes: Option<u64>,
     /// Threads of each rank of a run on a host; `None` on GPUs.
     pub(crate) host_threads: Option<u64>,
-    pub(crate) dtype: DType,
-    pub(crate) micro_batch: u64,
-    pub(crate) grad_accum: u64,
-    /// Whether stages 0 and 1 reduce gradients after every micro-batch.
-    pub(crate) reduce_every_micro_batch: bool,
-    pub(crate) seq_len: u64,
-    pub(crate) checkpointing: bool,
-    /// Whether each rank of tensor parallelism keeps a part of the inputs of blocks.
-    pub(crate) partition_activations: bool,
-    /// Whether the ranks of tensor parallelism divide the tokens between their products.
-    pub(crate) sequence_parallel: bool,
-    /// Whether GELU's output is recomputed; `None`: where it does not fit otherwise.
-    pub(crate) recompute_gelu: Option<bool>,
-    /// Groups of ranks, at the stages that they fit.
-    pub(crate) mesh: MeshSettings,
-    /// Whether communication overlaps compute.
-    pub(crate) overlap: bool,
-    /// The offload; see [`Request::settings`].
-    pub(crate) offload: OffloadSettings,
-    /// Elements of a gradient bucket; `None`: the trainer's default.
-    pub(crate) bucket_elems: Option<u64>,
-    /// Whether to limit the bucket to the largest unit, as the trainer does with a bucket size from
-    /// a configuration.
-    pub(crate) trims_bucket: bool,
-    /// Elements that stage 3 gathers ahead of their use, at least one unit if not 0; `None`: one
-    /// unit.
-    pub(crate) prefetch_elems: Option<u64>,
-    /// Maximum number of gathered elements at stage 3.
-    pub(crate) max_live_elems: u64,
-    pub(crate) persistence_threshold_elems: u64,
-    pub(crate) sub_group_elems: u64,
-    pub(crate) configured_stage: Option<ZeroStage>,
     /// The speed of a GPU.
     pub(crate) peak_tflops: f64,
     /// The rated life of a drive: terabytes written.
     pub(crate) drive_tbw: f64,
     /// The speed at which a drive reads and at which it writes.
     pub(crate) drive_bytes_per_s: f64,
-    /// The configuration file, some of whose sizes depend on the width of the model.
-    pub(crate) file: Option<Box<DsConfig>>,
+}
+
+impl MachineSize {
+    /// GPUs whose speed and drives do not matter.
+    fn of_run(gpus: u64, nodes: u64, gpu_memory_bytes: Option<u64>) -> Self {
+        Self {
+            gpus,
+            nodes,
+            gpu_memory_bytes,
+            host_threads: None,
+            peak_tflops: 1.0,
+            drive_tbw: 1.0,
+            drive_bytes_per_s: 1.0,
+        }
+    }
 }
 
 /// The most GPUs of a node that a plan accepts; more were not meant to be on one.
@@ -135,20 +134,8 @@ impl Request {
         let zero = zero.as_ref();
         let mesh = mesh(args, file.as_deref(), zero)?;
         let model = model.cut(mesh.tensor_ranks.unwrap_or(1))?;
-        if args.partition_activations && mesh.tensor_ranks.is_none() {
-            return Err(CliError::Usage(
-                "--partition-activations divides activations among the GPUs of tensor parallelism: \
-                 use --tensor-parallel M, too"
-                    .to_owned(),
-            ));
-        }
-        if args.sequence_parallel && mesh.tensor_ranks.is_none() {
-            return Err(CliError::Usage(
-                "--sequence-parallel divides tokens among the GPUs of tensor parallelism: \
-                 use --tensor-parallel M, too"
-                    .to_owned(),
-            ));
-        }
+        let flags = [args.partition_activations, args.sequence_parallel];
+        mesh::check_tensor_flags(&mesh, flags, "GPUs")?;
         let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
         let batches = args.gpus() / mesh.ranks_of_batch() as u64;
         let batch = batch
@@ -167,46 +154,46 @@ impl Request {
         };
 
         let offload = offload(args, file.as_deref(), run, &mut notices)?;
-        let sub_group = zero
-            .and_then(|z| z.sub_group_elems)
-            .unwrap_or(u64::MAX)
-            .max(MIN_SUB_GROUP_ELEMS);
+        let sub_group = zero.and_then(|z| z.sub_group_elems).unwrap_or(u64::MAX);
+        let sub_group = sub_group.max(MIN_SUB_GROUP_ELEMS) as usize;
+        let has_stage = file
+            .as_ref()
+            .is_some_and(|file| !file.is_auto("zero_optimization.stage"));
+        let configured_stage = zero.filter(|_| has_stage);
+        let partitions =
+            args.partition_activations || blocks.is_some_and(|blocks| blocks.partition_activations);
 
         let request = Self {
             model: Arc::new(model),
-            gpus: args.gpus(),
-            nodes: args.nodes,
-            gpu_memory_bytes: args.gpu_memory,
-            host_threads: args.host_threads,
-            dtype,
-            micro_batch: batch.micro_batch,
-            grad_accum: batch.grad_accum,
-            reduce_every_micro_batch: args.reduce_every_micro_batch,
-            seq_len,
-            checkpointing,
-            partition_activations: mesh.tensor_ranks.is_some()
-                && (args.partition_activations
-                    || blocks.is_some_and(|blocks| blocks.partition_activations)),
-            sequence_parallel: args.sequence_parallel,
+            options: ModelOptions {
+                seq_len: seq_len as usize,
+                partition_activations: mesh.tensor_ranks.is_some() && partitions,
+                sequence_parallel: args.sequence_parallel,
+                activation_checkpointing: checkpointing,
+                ..options(batch.micro_batch)
+            },
+            run: Settings {
+                mesh,
+                grad_accum_steps: batch.grad_accum as usize,
+                reduce_every_micro_batch: args.reduce_every_micro_batch,
+                bucket_capacity_elems: args.bucket_elems.map_or(usize::MAX, |n| n as usize),
+                optimizer: OptimizerConfig::default().sub_group_elems(sub_group),
+                offload,
+                ..Settings::new(ZeroStage::Three, dtype, zero_models::param_kind)
+            },
             recompute_gelu: args.recompute_gelu,
-            sub_group_elems: sub_group,
-            mesh,
-            overlap: true,
-            offload,
-            trims_bucket: args.bucket_elems.is_none() && zero.is_some(),
-            bucket_elems: args.bucket_elems,
-            prefetch_elems: None,
-            max_live_elems: u64::MAX,
-            persistence_threshold_elems: 0,
-            configured_stage: zero
-                .filter(|_| {
-                    file.as_ref()
-                        .is_some_and(|file| !file.is_auto("zero_optimization.stage"))
-                })
-                .and_then(|zero| ZeroStage::from_number(u64::from(zero.stage))),
-            peak_tflops: args.peak_tflops,
-            drive_tbw: args.drive_tbw,
-            drive_bytes_per_s: args.drive_gb_per_s * 1e9,
+            trims_bucket: args.bucket_elems.is_none(),
+            configured_stage: configured_stage
+                .and_then(|zero| ZeroStage::from_number(zero.stage.into())),
+            machine: MachineSize {
+                gpus: args.gpus(),
+                nodes: args.nodes,
+                gpu_memory_bytes: args.gpu_memory,
+                host_threads: args.host_threads,
+                peak_tflops: args.peak_tflops,
+                drive_tbw: args.drive_tbw,
+                drive_bytes_per_s: args.drive_gb_per_s * 1e9,
+            },
             file,
         };
 
@@ -222,16 +209,15 @@ impl Request {
     pub(crate) fn with_run(&self, args: &PlanArgs) -> Result<Self, CliError> {
         let run = Offloaded {
             stage: ZeroStage::Three,
-            dtype: self.dtype,
+            dtype: self.run.dtype,
             checkpointing: args.activation_checkpointing,
         };
-        let request = Self {
-            mesh: mesh(args, None, None)?,
-            offload: offload(args, None, run, &mut Vec::new())?,
-            checkpointing: args.activation_checkpointing,
-            bucket_elems: args.bucket_elems,
-            ..self.clone()
-        };
+        let mut request = self.clone();
+        request.run.mesh = mesh(args, None, None)?;
+        request.run.offload = offload(args, None, run, &mut Vec::new())?;
+        request.options.activation_checkpointing = args.activation_checkpointing;
+        request.run.bucket_capacity_elems = args.bucket_elems.map_or(usize::MAX, |n| n as usize);
+        request.trims_bucket = args.bucket_elems.is_none();
         request.with_batch(args.micro_batch.unwrap_or(1), args.grad_accum.unwrap_or(1))
     }
 
@@ -239,25 +225,65 @@ impl Request {
     ///
     /// # Errors
     /// The ranks cannot share the micro-batches.
-    pub(crate) fn with_batch(self, micro_batch: u64, grad_accum: u64) -> Result<Self, CliError> {
-        let request = Self {
-            micro_batch,
-            grad_accum,
-            ..self
+    pub(crate) fn with_batch(
+        mut self,
+        micro_batch: u64,
+        grad_accum: u64,
+    ) -> Result<Self, CliError> {
+        self.options.micro_batch = micro_batch as usize;
+        self.run.grad_accum_steps = grad_accum as usize;
+        self.check_shares()?;
+        Ok(self)
+    }
+
+    /// The same run with sequences of `seq_len` tokens.
+    pub(crate) fn with_seq_len(&self, seq_len: u64) -> Self {
+        let mut request = self.clone();
+        request.options.seq_len = seq_len as usize;
+        request
+    }
+
+    /// The same run, which gathers up to `elems` ahead of their use, at least one unit if not 0;
+    /// `None`: one unit.
+    pub(crate) fn with_prefetch(mut self, elems: Option<u64>) -> Self {
+        let ahead = match elems {
+            None => PrefetchOptions::default(),
+            Some(0) => PrefetchOptions::default().ahead(0),
+            Some(elems) => PrefetchOptions::default()
+                .ahead(usize::MAX)
+                .ahead_elems(elems as usize),
         };
-        request.check_shares()?;
-        Ok(request)
+        let limits = self.run.prefetch;
+        self.run.prefetch = ahead
+            .max_live_elems(limits.max_live_elems)
+            .persistence_threshold_elems(limits.persistence_threshold_elems);
+        self
+    }
+
+    /// Sequences of a micro-batch of a rank.
+    pub(crate) fn micro_batch(&self) -> u64 {
+        self.options.micro_batch as u64
+    }
+
+    /// Micro-batches of a step.
+    pub(crate) fn grad_accum(&self) -> u64 {
+        self.run.grad_accum_steps as u64
+    }
+
+    /// Tokens of a sequence.
+    pub(crate) fn seq_len(&self) -> u64 {
+        self.options.seq_len as u64
     }
 
     /// Ranks that have a part of each parameter.
     pub(crate) fn tensor_ranks(&self) -> usize {
-        self.mesh.tensor_ranks.unwrap_or(1)
+        self.run.mesh.tensor_ranks.unwrap_or(1)
     }
 
     /// Checks that ranks can share the micro-batches of a model of known shape.
     fn check_shares(&self) -> Result<(), CliError> {
         match &self.model.config {
-            Some(config) if self.mesh.ranks_of_batch() > 1 => {
+            Some(config) if self.run.mesh.ranks_of_batch() > 1 => {
                 let options = self.options(false);
                 config.check(&options).map_err(CliError::usage)?;
                 match self.tensor_ranks() {
@@ -271,15 +297,8 @@ impl Request {
 
     /// Tokens of a sequence that a rank has.
     pub(crate) fn rank_tokens(&self) -> u64 {
-        self.seq_len.div_ceil(self.mesh.sequence_ranks() as u64)
-    }
-
-    /// The same run with sequences of `seq_len` tokens.
-    pub(crate) fn with_seq_len(&self, seq_len: u64) -> Self {
-        Self {
-            seq_len,
-            ..self.clone()
-        }
+        self.seq_len()
+            .div_ceil(self.run.mesh.sequence_ranks() as u64)
     }
 
     /// Sets the sizes of the configuration file, for the width of this model.
@@ -292,16 +311,16 @@ impl Request {
             return self;
         };
         if self.trims_bucket {
-            self.bucket_elems = Some(zero.reduce_bucket_elems);
+            self.run.bucket_capacity_elems = zero.reduce_bucket_elems as usize;
         }
-        self.prefetch_elems = Some(if zero.overlaps_at(3) {
-            zero.prefetch_bucket_elems
-        } else {
-            0
-        });
-        self.max_live_elems = zero.max_live_elems;
-        self.persistence_threshold_elems = zero.persistence_threshold_elems;
-        self
+        let ahead = match zero.overlaps_at(3) {
+            true => zero.prefetch_bucket_elems,
+            false => 0,
+        };
+        let prefetch = &mut self.run.prefetch;
+        prefetch.max_live_elems = zero.max_live_elems as usize;
+        prefetch.persistence_threshold_elems = zero.persistence_threshold_elems as usize;
+        self.with_prefetch(Some(ahead))
     }
 
     /// The same run of a transformer of typical shape with `params` parameters.
@@ -321,7 +340,6 @@ impl Request {
         gpus: usize,
         gpu_memory_bytes: u64,
     ) -> Self {
-        let prefetch = &settings.prefetch;
         let model = ModelSize::of("model", config);
         let parts = config.units_of_part(options.tensor_ranks);
         Self {
@@ -330,37 +348,13 @@ impl Request {
                 units: parts.unwrap_or_else(|_| model.units.clone()),
                 ..model
             }),
-            gpus: gpus as u64,
-            nodes: 1,
-            gpu_memory_bytes: Some(gpu_memory_bytes),
-            host_threads: None,
-            dtype: settings.dtype,
-            micro_batch: options.micro_batch as u64,
-            grad_accum: settings.grad_accum_steps as u64,
-            seq_len: options.seq_len as u64,
-            checkpointing: options.activation_checkpointing,
-            partition_activations: options.partition_activations,
-            sequence_parallel: options.sequence_parallel,
+            options: options.clone(),
             recompute_gelu: None,
-            mesh: settings.mesh,
-            overlap: settings.overlap,
-            offload: settings.offload.clone(),
-            reduce_every_micro_batch: settings.reduce_every_micro_batch,
-            bucket_elems: Some(settings.bucket_capacity_elems as u64),
             trims_bucket: false,
-            prefetch_elems: match prefetch.ahead {
-                0 => Some(0),
-                usize::MAX => Some(prefetch.ahead_elems as u64),
-                _ => None,
-            },
-            max_live_elems: prefetch.max_live_elems as u64,
-            persistence_threshold_elems: prefetch.persistence_threshold_elems as u64,
-            sub_group_elems: settings.optimizer.sub_group_elems as u64,
             configured_stage: Some(settings.stage),
-            peak_tflops: 1.0,
-            drive_tbw: 1.0,
-            drive_bytes_per_s: 1.0,
+            machine: MachineSize::of_run(gpus as u64, 1, Some(gpu_memory_bytes)),
             file: None,
+            run: settings.clone(),
         }
     }
 
@@ -373,45 +367,32 @@ impl Request {
             ModelConfig::from_hf_json(&record.model.config.to_string()).map_err(CliError::usage)?;
         let mesh = record.mesh.settings()?;
         let model = ModelSize::of(&record.model.name, &config);
-        let model = model.cut(mesh.tensor_ranks.unwrap_or(1))?;
-        let communication = &record.communication;
         let gpus = record.batch.ranks as u64;
-        Ok(Self {
-            model: Arc::new(model),
-            gpus,
-            nodes: gpus.div_ceil(node_ranks.max(1) as u64),
-            gpu_memory_bytes: None,
-            host_threads: None,
-            dtype: record.dtype.into(),
-            micro_batch: record.batch.micro_batch,
-            grad_accum: record.batch.grad_accum,
-            reduce_every_micro_batch: communication.reduce_every_micro_batch,
-            seq_len: record.batch.seq_len as u64,
-            checkpointing: record.activations.activation_checkpointing,
-            partition_activations: record.activations.partition_activations,
-            sequence_parallel: record.activations.sequence_parallel,
-            recompute_gelu: Some(record.activations.recompute_gelu),
+        let mut run = Settings {
             mesh,
-            overlap: communication.overlap,
+            grad_accum_steps: record.batch.grad_accum as usize,
             offload: record.offload.clone(),
-            bucket_elems: Some(communication.bucket_elems as u64),
-            trims_bucket: false,
-            prefetch_elems: match communication.gather_ahead {
-                Some(0) => Some(0),
-                Some(1) => None,
-                _ => communication.gather_ahead_elems.map(|elems| elems as u64),
+            ..Settings::new(
+                ZeroStage::Three,
+                record.dtype.into(),
+                zero_models::param_kind,
+            )
+        };
+        record.communication.apply(&mut run);
+        Ok(Self {
+            model: Arc::new(model.cut(mesh.tensor_ranks.unwrap_or(1))?),
+            options: ModelOptions {
+                seq_len: record.batch.seq_len,
+                partition_activations: record.activations.partition_activations,
+                sequence_parallel: record.activations.sequence_parallel,
+                activation_checkpointing: record.activations.activation_checkpointing,
+                ..options(record.batch.micro_batch)
             },
-            max_live_elems: communication
-                .max_live_elems
-                .map_or(u64::MAX, |elems| elems as u64),
-            persistence_threshold_elems: communication.persistence_threshold_elems as u64,
-            sub_group_elems: communication
-                .sub_group_elems
-                .map_or(u64::MAX, |elems| elems as u64),
+            run,
+            recompute_gelu: Some(record.activations.recompute_gelu),
+            trims_bucket: false,
             configured_stage: ZeroStage::from_number(record.stage),
-            peak_tflops: 1.0,
-            drive_tbw: 1.0,
-            drive_bytes_per_s: 1.0,
+            machine: MachineSize::of_run(gpus, gpus.div_ceil(node_ranks.max(1) as u64), None),
             file: None,
         })
     }
@@ -419,23 +400,19 @@ impl Request {
     /// Whether the recomputation of GELU's output frees memory.
     pub(crate) fn can_recompute_gelu(&self) -> bool {
         let has_gelu = !matches!(self.model.config, Some(ModelConfig::Llama(_)));
-        has_gelu && !self.checkpointing
+        has_gelu && !self.options.activation_checkpointing
     }
 
-    /// The options of a model.
+    /// The options of a model, with those that follow from the settings.
     fn options(&self, recompute_gelu: bool) -> ModelOptions {
         ModelOptions {
-            micro_batch: usize::try_from(self.micro_batch).unwrap_or(usize::MAX),
-            seq_len: usize::try_from(self.seq_len).unwrap_or(usize::MAX),
-            sequence_ranks: self.mesh.sequence_ranks(),
+            sequence_ranks: self.run.mesh.sequence_ranks(),
             tensor_ranks: self.tensor_ranks(),
-            partition_activations: self.partition_activations,
-            sequence_parallel: self.sequence_parallel,
-            dtype: self.dtype,
-            activation_checkpointing: self.checkpointing,
-            offload_activations: self.offload.activations,
+            dtype: self.run.dtype,
+            offload_activations: self.run.offload.activations,
             matmul_timing: false,
             recompute_gelu,
+            ..self.options.clone()
         }
     }
 
@@ -452,7 +429,12 @@ impl Request {
     /// The trainer's settings at `stage` on GPUs, for a model whose largest unit has `largest_unit`
     /// elements.
     pub(crate) fn settings(&self, stage: ZeroStage, largest_unit: u64) -> Settings {
-        let mut offload = self.offload.clone();
+        let mut settings = Settings {
+            stage,
+            mesh: mesh::at_stage(self.run.mesh, stage),
+            ..self.run.clone()
+        };
+        let offload = &mut settings.offload;
         if !stage.shards_params() {
             offload.params = Home::Device;
         }
@@ -461,40 +443,34 @@ impl Request {
             offload.optimizer = Home::Host;
         }
         if offload.optimizer == Home::Device {
-            offload.format.bf16_moments = false;
+            offload.format.moments = Moments::Fp32;
         }
-        let bucket_limit = if self.trims_bucket {
-            largest_unit
-        } else {
-            u64::MAX
-        };
 
-        let prefetch = match self.prefetch_elems {
-            None => PrefetchOptions::default(),
-            Some(0) => PrefetchOptions::default().ahead(0),
-            Some(elems) => PrefetchOptions::default()
-                .ahead(usize::MAX)
-                .ahead_elems(elems as usize),
-        };
-
-        let sub_group = offload::sub_group_elems(self.sub_group_elems as usize, &offload);
-        Settings {
-            grad_accum_steps: self.grad_accum as usize,
-            overlap: self.overlap,
-            reduce_every_micro_batch: self.reduce_every_micro_batch,
-            bucket_capacity_elems: self
-                .bucket_elems
-                .unwrap_or(largest_unit)
-                .min(bucket_limit)
-                .max(self.gpus) as usize,
-            prefetch: prefetch
-                .max_live_elems(self.max_live_elems as usize)
-                .persistence_threshold_elems(self.persistence_threshold_elems as usize),
-            optimizer: OptimizerConfig::default().sub_group_elems(sub_group),
-            mesh: mesh::at_stage(self.mesh, stage),
-            offload,
-            ..Settings::new(stage, self.dtype, zero_models::param_kind)
+        let sub_group = &mut settings.optimizer.sub_group_elems;
+        *sub_group = offload::sub_group_elems(*sub_group, offload);
+        let bucket = &mut settings.bucket_capacity_elems;
+        if self.trims_bucket {
+            *bucket = (*bucket).min(largest_unit as usize);
         }
+        *bucket = (*bucket).max(self.machine.gpus as usize);
+        settings
+    }
+}
+
+/// Options of a model with micro-batches of this size, alone.
+fn options(micro_batch: u64) -> ModelOptions {
+    ModelOptions {
+        micro_batch: micro_batch as usize,
+        seq_len: 1,
+        sequence_ranks: 1,
+        tensor_ranks: 1,
+        partition_activations: false,
+        sequence_parallel: false,
+        dtype: DType::F32,
+        activation_checkpointing: false,
+        offload_activations: false,
+        matmul_timing: false,
+        recompute_gelu: false,
     }
 }
 
@@ -524,15 +500,11 @@ fn mesh(
     zero: Option<&ZeroOptimization>,
 ) -> Result<MeshSettings, CliError> {
     let flags = TrainArgs {
-        mesh: args.mesh.clone(),
+        mesh: args.mesh,
         ..TrainArgs::default()
     };
-    let from = Sources {
-        args: &flags,
-        file,
-        zero,
-        recorded: None,
-    };
+    let of_file = file.map(|file| of_file(file, zero)).unwrap_or_default();
+    let from = Sources::new(&flags, &of_file, TrainArgs::default());
     let mesh = mesh::planned(&from, args.gpus())?;
     let of_node = args.gpus() / args.nodes;
     let tensor_ranks = mesh.tensor_ranks.unwrap_or(1) as u64;
@@ -553,7 +525,7 @@ fn mesh(
     }
 
     // The route of the stages that the groups do not fit.
-    let requested = from.value(&COLLECTIVES);
+    let requested = args.mesh.collectives.unwrap_or_default();
     let of_route = match requested {
         Collectives::TwoLevel => mesh,
         _ => MeshSettings {
@@ -640,19 +612,11 @@ fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
         }
     };
 
-    let size = |flag: &str, value: u64| {
-        usize::try_from(value)
-            .map_err(|_| CliError::Usage(format!("{flag} {value}: too large for a model")))
-    };
-    let default_size = |flag: &str, value: Option<u64>, default: usize| match value {
-        None => Ok(default),
-        Some(value) => size(flag, value),
-    };
-
-    let n_embd = size("--hidden", hidden)?;
-    let n_layer = size("--layers", layers)?;
-    let n_head = size("--heads", heads)?;
-    let n_inner = size("--ffn", args.ffn.unwrap_or(hidden.saturating_mul(4)))?;
+    let or = |size: Option<u64>, default: usize| size.map_or(default, |size| size as usize);
+    let n_embd = hidden as usize;
+    let n_layer = layers as usize;
+    let n_head = heads as usize;
+    let n_inner = args.ffn.unwrap_or(hidden.saturating_mul(4)) as usize;
     let kv_heads = args.kv_heads.unwrap_or(heads);
     let architecture = match args.architecture {
         Some(architecture) => architecture,
@@ -669,8 +633,8 @@ fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
         Architecture::Gpt2 => {
             let gpt2 = GptConfig::gpt2(n_embd, n_layer, n_head);
             ModelConfig::from(GptConfig {
-                vocab_size: default_size("--vocab", args.vocab, gpt2.vocab_size)?,
-                n_positions: default_size("--seq-len", args.seq_len, gpt2.n_positions)?,
+                vocab_size: or(args.vocab, gpt2.vocab_size),
+                n_positions: or(args.seq_len, gpt2.n_positions),
                 n_inner,
                 ..gpt2
             })
@@ -678,12 +642,12 @@ fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
         Architecture::Llama => {
             let llama = LlamaConfig::llama2();
             ModelConfig::from(LlamaConfig {
-                vocab_size: default_size("--vocab", args.vocab, llama.vocab_size)?,
-                max_positions: default_size("--seq-len", args.seq_len, llama.max_positions)?,
+                vocab_size: or(args.vocab, llama.vocab_size),
+                max_positions: or(args.seq_len, llama.max_positions),
                 hidden: n_embd,
                 layers: n_layer,
                 heads: n_head,
-                kv_heads: size("--kv-heads", kv_heads)?,
+                kv_heads: kv_heads as usize,
                 head_dim: n_embd / n_head,
                 intermediate: n_inner,
                 ..llama

@@ -18,8 +18,8 @@ use zero_models::GpuBytes;
 use zero_models::cuda::matmul;
 use zero_models::{TensorBytes, TensorElems};
 use zero_trainer::{
-    OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems, scratch_elems,
-    wide_moments,
+    OffloadSettings, RankBytes, Settings, decoded_moments, device_steps, gathers, piece_elems,
+    scratch_elems,
 };
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of
@@ -134,7 +134,10 @@ pub(crate) fn layout(request: &Request, sharding: Sharding) -> Result<GridLayout
     #[cfg(test)]
     count_units(request);
     let cut = request.tensor_ranks() as u64;
-    let grid = Grid::new(request.gpus / cut, request.gpus / request.nodes / cut)?;
+    let grid = Grid::new(
+        request.machine.gpus / cut,
+        request.machine.gpus / request.machine.nodes / cut,
+    )?;
     GridLayout::new(
         &request.model.units,
         grid,
@@ -161,7 +164,7 @@ pub(crate) fn evaluate_on(
         stage,
         request.recompute_gelu.unwrap_or(false),
     )?;
-    match request.gpu_memory_bytes {
+    match request.machine.gpu_memory_bytes {
         Some(memory)
             if request.recompute_gelu.is_none()
                 && request.can_recompute_gelu()
@@ -184,7 +187,7 @@ pub(crate) fn fits_on(
     layout: &GridLayout,
     stage: ZeroStage,
 ) -> Result<bool, ShardError> {
-    if request.gpu_memory_bytes.is_none() {
+    if request.machine.gpu_memory_bytes.is_none() {
         return Ok(false);
     }
     if let Some(fits) = fits_host(request, layout, stage) {
@@ -197,12 +200,12 @@ pub(crate) fn fits_on(
 pub(crate) fn fits_host(request: &Request, layout: &GridLayout, stage: ZeroStage) -> Option<bool> {
     let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
     let need = host_rank_bytes(request, &settings, layout.parts())?;
-    Some(need <= request.gpu_memory_bytes.unwrap_or(0))
+    Some(need <= request.machine.gpu_memory_bytes.unwrap_or(0))
 }
 
 /// The memory of a rank that the request has on a host and that saves checkpoints; `None` on GPUs.
 fn host_rank_bytes(request: &Request, settings: &Settings, layout: &Layout) -> Option<u64> {
-    let overhead = rank_overhead_bytes(request.host_threads?);
+    let overhead = rank_overhead_bytes(request.machine.host_threads?);
     let need = on_cores(request, settings, layout);
     Some(need.map_or(u64::MAX, |need| need.total().saturating_add(overhead)))
 }
@@ -232,7 +235,7 @@ impl WithoutActivations {
 
     /// Whether the run fits a GPU; false if its memory is unknown.
     pub(crate) fn fits(&self, request: &Request) -> Result<bool, ShardError> {
-        let Some(memory) = request.gpu_memory_bytes else {
+        let Some(memory) = request.machine.gpu_memory_bytes else {
             return Ok(false);
         };
         // Without a request, it is recomputed where the model does not fit otherwise.
@@ -257,7 +260,7 @@ fn evaluate_with(
     let model = memory_model(request, &settings, layout.parts())?;
     let model = with_activations(model, request, recompute_gelu)?;
     let on_cores = on_cores(request, &settings, layout.parts());
-    let workspace_bytes = wide_moments(&settings, layout.parts()).unwrap_or(u64::MAX);
+    let workspace_bytes = decoded_moments(&settings, layout.parts()).unwrap_or(u64::MAX);
     let footprint = model.footprint(&state)?;
     let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
     let (transfers, wear) = transfers(
@@ -272,7 +275,7 @@ fn evaluate_with(
     // Each GPU of a node's tensor parallelism sends to other nodes what the first does.
     let cut = request.tensor_ranks() as u64;
     let node_egress_bytes = node_egress_bytes.saturating_mul(cut);
-    let of_node = (request.gpus / request.nodes / cut) as usize;
+    let of_node = (request.machine.gpus / request.machine.nodes / cut) as usize;
     let on_host = host_rank_bytes(request, &settings, layout.parts());
     let total_bytes = match on_host {
         Some(bytes) => bytes,
@@ -337,7 +340,10 @@ fn evaluate_with(
                     .saturating_mul(cut),
             ),
         },
-        fits: request.gpu_memory_bytes.map(|memory| total_bytes <= memory),
+        fits: request
+            .machine
+            .gpu_memory_bytes
+            .map(|memory| total_bytes <= memory),
         largest_model_params: None,
         longest_seq_len: None,
         simulated: None,
@@ -350,8 +356,8 @@ fn all_to_all_bytes(request: &Request) -> u64 {
     let elems = request
         .model_options(false)
         .map_or(0, |(config, options)| config.sequence_elems(&options));
-    let bytes = elems.saturating_mul(request.dtype.size_bytes() as u64);
-    bytes.saturating_mul(request.grad_accum)
+    let bytes = elems.saturating_mul(request.run.dtype.size_bytes() as u64);
+    bytes.saturating_mul(request.grad_accum())
 }
 
 /// The bytes that a rank sends in the collectives of tensor parallelism in a step.
@@ -361,8 +367,8 @@ fn tensor_bytes(request: &Request) -> TensorBytes {
         .map_or_else(TensorElems::default, |(config, options)| {
             config.tensor_elems(&options, true)
         });
-    let of_micro_batch = elems.bytes(request.dtype.size_bytes() as u64);
-    let of_step = |bytes: u64| bytes.saturating_mul(request.grad_accum);
+    let of_micro_batch = elems.bytes(request.run.dtype.size_bytes() as u64);
+    let of_step = |bytes: u64| bytes.saturating_mul(request.grad_accum());
     TensorBytes {
         all_reduce: of_step(of_micro_batch.all_reduce),
         reduce_scatter: of_step(of_micro_batch.reduce_scatter),
@@ -417,7 +423,7 @@ fn memory_model(
     let peak_live_elems = gathers(settings, layout, &request.model.passes)
         .map_or(0, |planned| planned.peak_live_elems);
     let scratch = scratch_bytes(request, settings, layout)?
-        .saturating_add(device_steps(request.gpus as usize).bytes(1) as u64);
+        .saturating_add(device_steps(request.machine.gpus as usize).bytes(1) as u64);
     Ok(MemoryModel::state_only(settings.stage, widths)
         .placement(placement)
         .gathered_elems(peak_live_elems)
@@ -458,14 +464,14 @@ fn estimate(
     elem_bytes: u64,
     recompute_gelu: bool,
 ) -> Result<GpuBytes, ShardError> {
-    let options = ActivationOptions::new(request.micro_batch, request.rank_tokens(), elem_bytes);
+    let options = ActivationOptions::new(request.micro_batch(), request.rank_tokens(), elem_bytes);
     let options = options
-        .checkpointing(request.checkpointing)
+        .checkpointing(request.options.activation_checkpointing)
         .recompute_gelu(recompute_gelu);
     let activations = ActivationBytes::estimate(&request.model.shape, &options)?;
     // Of the inputs of blocks and of the head, three are on the device.
     let layers = request.model.shape.layers;
-    let host = match request.offload.activations {
+    let host = match request.run.offload.activations {
         true => activations.blocks_bytes / layers.max(1) * layers.saturating_sub(2),
         false => 0,
     };
@@ -502,8 +508,9 @@ fn on_cores(request: &Request, settings: &Settings, layout: &Layout) -> Option<R
             .and_then(|all| all.activations.checked_add(all.host))?,
     };
     let mut settings = settings.clone();
-    if request.bucket_elems.is_none() {
-        settings.bucket_capacity_elems = BUCKET_ELEMS.max(request.gpus as usize);
+    // By default that of a host.
+    if request.run.bucket_capacity_elems == usize::MAX {
+        settings.bucket_capacity_elems = BUCKET_ELEMS.max(request.machine.gpus as usize);
     }
     RankBytes::new(&settings, layout, &request.model.passes, activations, true)
 }
@@ -511,10 +518,10 @@ fn on_cores(request: &Request, settings: &Settings, layout: &Layout) -> Option<R
 /// The memory of a process with all ranks.
 fn process_bytes(request: &Request, rank: &RankBytes) -> Option<u64> {
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get) as u64;
-    let overhead = rank_overhead_bytes((cores / request.gpus).max(1));
+    let overhead = rank_overhead_bytes((cores / request.machine.gpus).max(1));
     rank.total()
         .checked_add(overhead)?
-        .checked_mul(request.gpus)
+        .checked_mul(request.machine.gpus)
 }
 
 /// Bytes of flat fp32 gradients.

@@ -5,6 +5,7 @@
 //! transfers. FLOPs are 6 a parameter and token, and 8 if activations are recomputed.
 
 use serde::Serialize;
+use zero_optim::Masters;
 use zero_shard::{Layout, Tier};
 
 use super::request::Request;
@@ -93,7 +94,7 @@ fn moved(
 ) -> (Bytes, Bytes) {
     let widths = settings.widths();
     let offload = &settings.offload;
-    let accum = request.grad_accum;
+    let accum = request.grad_accum();
     let updated = updated_elems(settings, layout);
     let bytes = |elems: u64, width: u64| elems.saturating_mul(width);
     let params = bytes(updated, widths.param_bytes);
@@ -126,7 +127,8 @@ fn moved(
     }
     if offload.params.tier() == Tier::Nvme {
         // An update reads parameters that are the masters, or a part of them.
-        let reads = settings.dtype.size_bytes() == 4 || offload.format.remainder;
+        let reads =
+            settings.dtype.size_bytes() == 4 || offload.format.masters == Masters::Remainder;
         nvme.update[0] = nvme.update[0].saturating_add(if reads { params } else { 0 });
         nvme.update[1] = nvme.update[1].saturating_add(params);
         nvme.compute[0] = gathered;
@@ -156,10 +158,14 @@ struct Work {
 impl Work {
     fn new(request: &Request, layout: &Layout) -> Self {
         let numel = layout.numel_elems() as f64;
-        let micro_tokens = request.micro_batch as f64 * request.rank_tokens() as f64;
-        let flops_per_token = if request.checkpointing { 8.0 } else { 6.0 } * numel;
-        let flops = flops_per_token * micro_tokens * request.grad_accum as f64;
-        let peak = request.peak_tflops * 1e12;
+        let micro_tokens = request.micro_batch() as f64 * request.rank_tokens() as f64;
+        let flops_per_token = if request.options.activation_checkpointing {
+            8.0
+        } else {
+            6.0
+        } * numel;
+        let flops = flops_per_token * micro_tokens * request.grad_accum() as f64;
+        let peak = request.machine.peak_tflops * 1e12;
         Self {
             flops,
             compute_s: flops / peak,
@@ -188,16 +194,16 @@ impl Work {
 
     /// The wear of the drive of a node.
     fn wear(&self, request: &Request, nvme: &Transfers) -> Wear {
-        let gpus = (request.gpus / request.nodes) as f64;
-        let drive_s =
-            nvme.read_bytes.max(nvme.written_bytes) as f64 * gpus / request.drive_bytes_per_s;
+        let gpus = (request.machine.gpus / request.machine.nodes) as f64;
+        let drive_s = nvme.read_bytes.max(nvme.written_bytes) as f64 * gpus
+            / request.machine.drive_bytes_per_s;
         let step_s = self.compute_s.max(drive_s);
         let written_bytes_per_day = nvme.written_bytes as f64 * gpus / step_s * SECONDS_A_DAY;
         Wear {
             step_s,
             waits_for_drive: drive_s > self.compute_s,
             written_bytes_per_day,
-            rated_days: request.drive_tbw * 1e12 / written_bytes_per_day,
+            rated_days: request.machine.drive_tbw * 1e12 / written_bytes_per_day,
         }
     }
 }

@@ -10,6 +10,7 @@ use zero_optim::RankSettings;
 use zero_shard::Layout;
 use zero_trainer::{Home, Settings};
 
+use super::changes::leaves;
 use super::record::RunRecord;
 use super::table;
 
@@ -66,8 +67,8 @@ pub(crate) fn settings(record: &RunRecord, unrecorded: &Unrecorded<'_>) -> RankS
     document["offload"]["optimizer"] = Value::from(tier(&record.offload.optimizer));
     document["offload"]["params"] = Value::from(tier(&record.offload.params));
 
-    let mut leaves = Vec::new();
-    flatten("", &document, &mut leaves);
+    let skips = |path: &str| table::named(path).is_some_and(|row| !row.is_compared);
+    let mut leaves: Vec<_> = leaves(&document, &skips).into_iter().collect();
     leaves.sort_by_key(|(name, _)| place(name));
     leaves
         .into_iter()
@@ -81,29 +82,6 @@ fn tier(home: &Home) -> &'static str {
         Home::Device => "none",
         Home::Host => "cpu",
         Home::Nvme(_) => "nvme",
-    }
-}
-
-/// Appends the numbers, strings, flags and lists below `path` that are compared. What is not set
-/// has no entry.
-fn flatten(path: &str, value: &Value, leaves: &mut Vec<(String, String)>) {
-    if table::named(path).is_some_and(|row| !row.is_compared) {
-        return;
-    }
-    match value {
-        Value::Object(fields) => {
-            for (key, value) in fields {
-                let below = if path.is_empty() {
-                    key.clone()
-                } else {
-                    format!("{path}.{key}")
-                };
-                flatten(&below, value, leaves);
-            }
-        }
-        Value::Null => {}
-        Value::String(text) => leaves.push((path.to_owned(), text.clone())),
-        other => leaves.push((path.to_owned(), other.to_string())),
     }
 }
 

@@ -1,11 +1,17 @@
 //! The flags of `zero train`.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
+use zero_comm::PrefetchOptions;
+use zero_optim::{LossScaling, Masters, Moments};
 use zero_trainer::Home;
+use zero_trainer::param_groups::ParamGroup;
 
+use super::outputs::OutputPaths;
 use super::stage_choice::{StageChoice, parse_stage};
 use crate::flags::{DTypeFlag, model_help, parse_bytes, parse_whole};
 
@@ -116,24 +122,9 @@ pub struct TrainArgs {
     /// Fail if the newest checkpoint of --resume is damaged, instead of resuming from an older one
     #[arg(long, requires = "resume")]
     pub resume_exact: bool,
-    /// Write one JSON object per step, with nested figures also under flat keys such as
-    /// memory.peak_bytes; a resumed run appends to its file, without this flag as well unless the
-    /// folder of checkpoints is a copy, and moves lines of later steps to FILE.jsonl.after-step-N
-    #[arg(long, value_name = "FILE.jsonl")]
-    pub metrics: Option<PathBuf>,
-    /// Write event files for TensorBoard here: loss, validation loss, learning rate, gradient norm,
-    /// loss scale, speed, memory. A resumed run goes on in the folder, as with --metrics
-    #[arg(long, value_name = "DIR")]
-    pub tensorboard: Option<PathBuf>,
-    /// Write a table with one row per step; its columns have the names of --metrics. A resumed run
-    /// goes on in the file, as with --metrics
-    #[arg(long, value_name = "FILE.csv")]
-    pub csv: Option<PathBuf>,
-    /// Write the final table, all figures as JSON, pictures of the loss and of rank 0's memory over
-    /// its last step, and a timeline of that step here; a resumed run goes on, and draws the whole
-    /// run from its metrics
-    #[arg(long, value_name = "DIR")]
-    pub report: Option<PathBuf>,
+    /// Outputs besides checkpoints.
+    #[command(flatten)]
+    pub outputs: OutputPaths,
     /// Groups of ranks.
     #[command(flatten)]
     pub mesh: MeshArgs,
@@ -251,9 +242,60 @@ pub struct TrainArgs {
     /// The ranks of the run that `--resume` continues; no flag.
     #[arg(skip)]
     pub recorded_ranks: Option<usize>,
-    /// The outputs above that are those of the run that `--resume` continues; no flag.
+    /// Settings without a flag.
     #[arg(skip)]
-    pub recorded_outputs: Vec<Output>,
+    pub unflagged: Unflagged,
+}
+
+/// Settings of a configuration file or of `run.json` that no flag has.
+#[derive(Clone, Debug, Default)]
+pub struct Unflagged {
+    /// Whether weight decay is decoupled.
+    pub decoupled: Option<bool>,
+    /// Whether Adam corrects the bias of its moments.
+    pub bias_correction: Option<bool>,
+    /// The loss scaling in fp16.
+    pub loss_scaling: Option<LossScaling>,
+    /// Rules of tensors that differ from the optimizer's.
+    pub groups: Option<Vec<ParamGroup>>,
+    /// How stage 3 gathers units.
+    pub prefetch: Option<PrefetchOptions>,
+    /// Most elements of one launch of the optimizer.
+    pub sub_group_elems: Option<usize>,
+}
+
+/// Sets each of these fields that `$own` does not have to that of `$other`.
+macro_rules! fill {
+    ($own:ident from $other:ident: $($($field:ident).+),+) => {
+        $(if $own.$($field).+.is_none() {
+            $own.$($field).+.clone_from(&$other.$($field).+);
+        })+
+    };
+}
+
+impl TrainArgs {
+    /// These settings, and those of `other` that are missing. The stage, the place of the run's
+    /// files and offload are resolved by themselves.
+    #[must_use]
+    pub(crate) fn or(&self, other: &Self) -> Self {
+        let mut own = self.clone();
+        if own.val_split.is_none() && own.val_data.is_none() {
+            own.val_data.clone_from(&other.val_data);
+            own.val_split = other.val_split;
+        }
+        fill!(own from other:
+            dtype, steps, epochs, pack, micro_batch, grad_accum, seq_len,
+            lr, betas, eps, weight_decay, clip, no_decay_1d,
+            unflagged.decoupled, unflagged.bias_correction, unflagged.loss_scaling, unflagged.groups,
+            activation_checkpointing, partition_activations, sequence_parallel, recompute_gelu,
+            reduce_every_micro_batch, bucket_elems, no_overlap, cuda_graph,
+            unflagged.prefetch, unflagged.sub_group_elems,
+            mesh.shard_group, mesh.shard_optimizer, mesh.hpz, mesh.ulysses, mesh.tensor_parallel,
+            checkpoint_every, keep_last, check_replicas,
+            eval_every, eval_tokens, sample_every, sample_prompt, sample_tokens
+        );
+        own
+    }
 }
 
 /// Schedules of the learning rate.
@@ -326,36 +368,47 @@ pub enum CommChoice {
     Mpi,
 }
 
-/// Groups of ranks.
-#[derive(Args, Clone, Debug, Default)]
+/// Groups of ranks, as flags and in `run.json`.
+#[derive(Args, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct MeshArgs {
     /// Shard over groups of K consecutive ranks, such as those of a machine, and hold a copy in
     /// each group (HSDP, MiCS) [default: all ranks]
     #[arg(long, value_name = "K", value_parser = parse_whole::<usize>)]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub shard_group: Option<usize>,
     /// With --shard-group: the ranks that share the optimizer state, those of a group, or all
     /// (HFSDP: less memory, the same bytes between groups) [default: group]
     #[arg(long, value_enum, requires = "shard_group")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub shard_optimizer: Option<OptimizerRanks>,
     /// At stage 3, shard the parameters over groups of K consecutive ranks, gradients and optimizer
     /// state over all: gathers stay in a group (hpZ) [default: all ranks]
     #[arg(long, value_name = "K", value_parser = parse_whole::<usize>)]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub hpz: Option<usize>,
     /// Share each sequence between S consecutive ranks, which divide its tokens, and the heads of
     /// attention by all-to-all (DeepSpeed-Ulysses): longer sequences fit [default: 1]
     #[arg(long, value_name = "S", value_parser = parse_whole::<usize>)]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub ulysses: Option<usize>,
     /// Cut each parameter over M consecutive ranks, with attention's heads and the vocabulary, and
     /// sum what they compute (tensor parallelism, as Megatron-LM): states are then sharded over the
     /// other ranks [default: 1]
     #[arg(long, value_name = "M", value_parser = parse_whole::<usize>)]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor_parallel: Option<usize>,
     /// Route of collectives over all ranks without groups: flat, one ring; two-level, within
     /// machines and then between them, which needs no memory, sends less between machines and waits
     /// for fewer ranks, and sums in another order; or auto, two-level on several machines with
     /// several ranks each, by --ranks-per-node or the launcher [default: auto]
     #[arg(long, value_enum)]
+    #[serde(skip)]
     pub collectives: Option<Collectives>,
+    /// Data ranks of a machine, if collectives run in two levels; no flag.
+    #[arg(skip)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub two_level: Option<usize>,
 }
 
 /// Routes of collectives over all ranks.
@@ -399,71 +452,29 @@ pub struct OffloadArgs {
     /// Master weights: fp32, or remainder, the 16 bits that a bf16 parameter lacks, which saves 2
     /// bytes a parameter. The masters are the same; one exactly midway between two parameters then
     /// rounds away from zero and not to even [default: fp32]
-    #[arg(long, value_enum)]
+    #[arg(long, value_parser = format_parser::<Masters>(&[
+        ("fp32", "fp32"),
+        ("remainder", "The bf16 parameter and a 16-bit remainder"),
+    ]))]
     pub masters: Option<Masters>,
     /// Moments of an offloaded optimizer: fp32, or bf16 with stochastic rounding, which changes the
     /// numbers slightly [default: fp32]
-    #[arg(long, value_enum)]
+    #[arg(long, value_parser = format_parser::<Moments>(&[("fp32", "fp32"), ("bf16", "bf16")]))]
     pub moments: Option<Moments>,
 }
 
-/// Formats of master weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Masters {
-    /// fp32.
-    Fp32,
-    /// The bf16 parameter and a 16-bit remainder.
-    Remainder,
-}
-
-/// Formats of moments.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Moments {
-    /// fp32.
-    Fp32,
-    /// bf16.
-    Bf16,
+/// The parser of a format of state, with its names and their help.
+fn format_parser<T>(names: &[(&'static str, &'static str)]) -> impl TypedValueParser<Value = T>
+where
+    T: FromStr<Err = String> + Clone + Send + Sync + 'static,
+{
+    let values = names.iter();
+    let values = values.map(|&(name, help)| PossibleValue::new(name).help(help));
+    PossibleValuesParser::new(values).try_map(|name| name.parse())
 }
 
 fn parse_home(text: &str) -> Result<Home, String> {
     text.parse()
-}
-
-/// An output of a run besides checkpoints.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Output {
-    /// One JSON object a step.
-    Metrics,
-    /// One row a step.
-    Csv,
-    /// Event files.
-    Tensorboard,
-    /// Pictures and tables.
-    Report,
-}
-
-impl Output {
-    pub(crate) const ALL: [Self; 4] = [Self::Metrics, Self::Csv, Self::Tensorboard, Self::Report];
-
-    /// The name and the flag.
-    pub(crate) fn name(self) -> (&'static str, &'static str) {
-        match self {
-            Self::Metrics => ("metrics", "--metrics"),
-            Self::Csv => ("csv", "--csv"),
-            Self::Tensorboard => ("tensorboard", "--tensorboard"),
-            Self::Report => ("report", "--report"),
-        }
-    }
-
-    /// The path in the flags.
-    pub(crate) fn of_args(self, args: &mut TrainArgs) -> &mut Option<PathBuf> {
-        match self {
-            Self::Metrics => &mut args.metrics,
-            Self::Csv => &mut args.csv,
-            Self::Tensorboard => &mut args.tensorboard,
-            Self::Report => &mut args.report,
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! What differs between the recorded settings of two runs.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
@@ -31,9 +31,7 @@ pub(crate) fn between(was: &RunRecord, now: &RunRecord) -> Vec<String> {
     old["offload"] = serde_json::to_value(&was.offload).unwrap_or_default();
     new["offload"] = serde_json::to_value(&now.offload).unwrap_or_default();
 
-    let mut out = Vec::new();
-    compare("", &old, &new, &skips, &mut out);
-    out
+    differences(&old, &new, &skips)
 }
 
 fn optimizer_texts(record: &RunRecord) -> [(&'static str, String); 2] {
@@ -45,44 +43,54 @@ fn optimizer_texts(record: &RunRecord) -> [(&'static str, String); 2] {
     ]
 }
 
-/// Appends the differing numbers, strings and flags below `path`, except those that `skips`, as
-/// `name old -> new`.
-pub(crate) fn compare(
-    path: &str,
-    was: &Value,
-    now: &Value,
-    skips: &dyn Fn(&str) -> bool,
-    out: &mut Vec<String>,
-) {
-    if skips(path) || was == now {
-        return;
-    }
-    if !was.is_object() && !now.is_object() {
-        out.push(format!("{path} {} -> {}", text(was), text(now)));
-        return;
-    }
-    for key in keys(was, now) {
-        let below = if path.is_empty() {
-            key.clone()
-        } else {
-            format!("{path}.{key}")
-        };
-        compare(&below, &was[&key], &now[&key], skips, out);
-    }
+/// The differing numbers, strings, flags and lists of two documents, as `name old -> new`, without
+/// those below a name that `skips`.
+pub(crate) fn differences(was: &Value, now: &Value, skips: &dyn Fn(&str) -> bool) -> Vec<String> {
+    let was = leaves(was, skips);
+    let now = leaves(now, skips);
+    let names: BTreeSet<&String> = was.keys().chain(now.keys()).collect();
+    let differs = names
+        .into_iter()
+        .filter(|name| was.get(*name) != now.get(*name));
+    let text = |value: Option<&String>| value.map_or("none", String::as_str).to_owned();
+    differs
+        .map(|name| format!("{name} {} -> {}", text(was.get(name)), text(now.get(name))))
+        .collect()
 }
 
-fn text(value: &Value) -> String {
-    match value {
-        Value::Null => "none".to_owned(),
+/// The numbers, strings, flags and lists of a document as text, by their names, without those below
+/// a name that `skips`. Null is no value.
+pub(crate) fn leaves(document: &Value, skips: &dyn Fn(&str) -> bool) -> BTreeMap<String, String> {
+    let mut leaves = BTreeMap::new();
+    add_leaves(String::new(), document, skips, &mut leaves);
+    leaves
+}
+
+fn add_leaves(
+    path: String,
+    value: &Value,
+    skips: &dyn Fn(&str) -> bool,
+    leaves: &mut BTreeMap<String, String>,
+) {
+    if skips(&path) {
+        return;
+    }
+    let text = match value {
+        Value::Null => return,
+        Value::Object(fields) => {
+            for (key, value) in fields {
+                let below = match path.is_empty() {
+                    true => key.clone(),
+                    false => format!("{path}.{key}"),
+                };
+                add_leaves(below, value, skips, leaves);
+            }
+            return;
+        }
         Value::String(text) => text.clone(),
         other => other.to_string(),
-    }
-}
-
-/// The keys of either object.
-fn keys(a: &Value, b: &Value) -> BTreeSet<String> {
-    let objects = [a, b].into_iter().filter_map(Value::as_object);
-    objects.flat_map(|object| object.keys().cloned()).collect()
+    };
+    leaves.insert(path, text);
 }
 
 #[cfg(test)]
@@ -92,9 +100,7 @@ mod tests {
     use super::*;
 
     fn differences(was: Value, now: Value) -> Vec<String> {
-        let mut out = Vec::new();
-        compare("", &was, &now, &|path| path == "e", &mut out);
-        out
+        super::differences(&was, &now, &|path| path == "e")
     }
 
     #[test]

@@ -4,35 +4,10 @@ use std::path::{Path, PathBuf};
 
 use zero_data::{EncoderSource, Pace, Place, RowOptions, TrainingData};
 
-use super::record::{DataRecord, RowsRecord};
-use super::resolve::RunSources;
-use super::row::{Row, Setting};
+use super::record::RowsRecord;
+use super::sources::RunSources;
 use crate::error::CliError;
 use crate::paths::absolute;
-
-/// By default [`DEFAULT_EPOCHS`] of examples if no flag sets the steps.
-const EPOCHS: Setting<Option<f64>, DataRecord> = Setting {
-    of_flags: |args| args.epochs.map(Some),
-    of_run: |data| Some(data.epochs),
-    ..Setting::new(Row::new("data.epochs", "--epochs"), || None)
-};
-
-const PACK: Setting<bool, DataRecord> = Setting {
-    of_flags: |args| args.pack,
-    of_run: |data| data.rows.as_ref().map(|rows| rows.packed),
-    ..Setting::new(Row::new("data.rows.packed", "--pack"), || false)
-};
-
-pub(crate) const ROWS: &[Row] = &[
-    EPOCHS.row,
-    PACK.row,
-    Row::new("data.rows.folder", "")
-        .not_compared()
-        .not_reported(),
-    Row::new("data.rows.now", "").not_compared().not_reported(),
-    Row::new("data.rows", "--data"),
-    Row::new("data.place", "--resume").not_reported(),
-];
 
 /// The default of the Trainer of transformers.
 const DEFAULT_EPOCHS: f64 = 3.0;
@@ -44,11 +19,10 @@ pub(crate) fn row_options(
     tokenizer: Option<PathBuf>,
     folder: Option<&Path>,
 ) -> RowOptions {
-    let sources = from.without_sizes().part(|run| &run.data);
     let recorded = from.recorded.and_then(|run| run.data.rows.as_ref());
     let now = EncoderSource::now().now;
     let recorded_folder = recorded.and_then(|rows| rows.folder.as_ref());
-    let pack = sources.value(&PACK);
+    let pack = from.settings().all.pack.unwrap_or(false);
     let by_epochs = from.args.epochs.is_some() || recorded.is_some();
     RowOptions {
         seq_len,
@@ -148,7 +122,6 @@ pub(crate) fn steps(
     course: &Course,
 ) -> Result<Option<(f64, u64)>, CliError> {
     let usage = |text: String| Err(CliError::Usage(text));
-    let sources = from.without_sizes().part(|run| &run.data);
     let epochs = match (from.args.steps, from.args.epochs) {
         (Some(_), Some(_)) => {
             return usage(
@@ -160,7 +133,7 @@ pub(crate) fn steps(
         (None, None) if from.recorded.is_none() && data.example_rows().is_some() => {
             Some(DEFAULT_EPOCHS)
         }
-        (None, _) => sources.value(&EPOCHS),
+        (None, _) => from.settings().all.epochs,
     };
     let Some((epochs, of_epoch)) = epochs.zip(course.pace.steps_of_epoch()) else {
         return Ok(None);

@@ -1,103 +1,31 @@
 //! The groups of ranks over which states are sharded, and those that share sequences. They change
 //! the order in which gradients are summed, so the numbers within rounding.
 
-use serde::{Deserialize, Serialize};
 use zero_shard::{Sharding, ZeroStage};
 use zero_trainer::MeshSettings;
 
-use super::args::{Collectives, OptimizerRanks};
-use super::row::{Conditions, Row, Setting, Sources};
+use super::args::{MeshArgs, OptimizerRanks};
+use super::sources::{Conditions, Sources};
 use crate::error::CliError;
 
-/// The groups in `run.json`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct MeshRecord {
-    /// Ranks of a group; `None`: all.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) shard_group: Option<usize>,
-    /// The ranks that share the optimizer state.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) shard_optimizer: Option<OptimizerRanks>,
-    /// Ranks of a group that shares the parameters only.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) hpz: Option<usize>,
-    /// Ranks that share a sequence.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) ulysses: Option<usize>,
-    /// Ranks that have a part of each parameter.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) tensor_parallel: Option<usize>,
-    /// Data ranks of a machine, if collectives run in two levels.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) two_level: Option<usize>,
+/// A number of ranks that share micro-batches.
+struct Share {
+    flag: &'static str,
+    key: &'static str,
+    of: fn(&MeshArgs) -> Option<usize>,
 }
 
-const SHARD_GROUP: Setting<Option<usize>, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.shard_group.map(Some),
-    of_zero: |zero| zero.mics_shard_ranks.map(|ranks| Some(ranks as usize)),
-    of_run: |run| Some(run.shard_group),
-    ..Setting::new(
-        Row::new("mesh.shard_group", "--shard-group").key("zero_optimization.mics_shard_size"),
-        || None,
-    )
+const ULYSSES: Share = Share {
+    flag: "--ulysses",
+    key: "sequence_parallel_size",
+    of: |mesh| mesh.ulysses,
 };
 
-const SHARD_OPTIMIZER: Setting<Option<OptimizerRanks>, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.shard_optimizer.map(Some),
-    of_run: |run| Some(run.shard_optimizer),
-    ..Setting::new(
-        Row::new("mesh.shard_optimizer", "--shard-optimizer"),
-        || None,
-    )
+const TENSOR_PARALLEL: Share = Share {
+    flag: "--tensor-parallel",
+    key: "tensor_parallel.autotp_size",
+    of: |mesh| mesh.tensor_parallel,
 };
-
-const HPZ: Setting<Option<usize>, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.hpz.map(Some),
-    of_zero: |zero| zero.hpz_ranks.map(|ranks| Some(ranks as usize)),
-    of_run: |run| Some(run.hpz),
-    ..Setting::new(
-        Row::new("mesh.hpz", "--hpz").key("zero_optimization.zero_hpz_partition_size"),
-        || None,
-    )
-};
-
-const ULYSSES: Setting<usize, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.ulysses,
-    of_file: |file| file.sequence_ranks.map(|ranks| ranks as usize),
-    of_run: |run| run.ulysses,
-    ..Setting::new(
-        Row::new("mesh.ulysses", "--ulysses").key("sequence_parallel_size"),
-        || 1,
-    )
-};
-
-const TENSOR_PARALLEL: Setting<usize, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.tensor_parallel,
-    of_file: |file| file.tensor_ranks.map(|ranks| ranks as usize),
-    of_run: |run| run.tensor_parallel,
-    ..Setting::new(
-        Row::new("mesh.tensor_parallel", "--tensor-parallel").key("tensor_parallel.autotp_size"),
-        || 1,
-    )
-};
-
-/// Ranks agree on the route by themselves, since launchers may report other machines to each.
-pub(crate) const COLLECTIVES: Setting<Collectives, MeshRecord> = Setting {
-    of_flags: |args| args.mesh.collectives,
-    ..Setting::new(
-        Row::new("mesh.two_level", "--collectives").not_compared(),
-        Collectives::default,
-    )
-};
-
-pub(crate) const ROWS: &[Row] = &[
-    SHARD_GROUP.row,
-    SHARD_OPTIMIZER.row,
-    HPZ.row,
-    ULYSSES.row,
-    TENSOR_PARALLEL.row,
-    COLLECTIVES.row,
-];
 
 /// The ranks that share micro-batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,7 +41,7 @@ impl Shares {
     ///
     /// # Errors
     /// A number that does not divide the ranks.
-    pub(crate) fn new(from: &Sources<'_, MeshRecord>, ranks: usize) -> Result<Self, CliError> {
+    pub(crate) fn new(from: &Sources, ranks: usize) -> Result<Self, CliError> {
         let tensor = dividing(from, &TENSOR_PARALLEL, ranks, "ranks")?;
         let sequence = match tensor {
             1 => dividing(from, &ULYSSES, ranks, "ranks")?,
@@ -142,28 +70,23 @@ impl Shares {
     }
 }
 
-/// A setting that divides `ranks`.
-fn dividing(
-    from: &Sources<'_, MeshRecord>,
-    setting: &Setting<usize, MeshRecord>,
-    ranks: usize,
-    what: &str,
-) -> Result<usize, CliError> {
+/// A share that divides `ranks`.
+fn dividing(from: &Sources, share: &Share, ranks: usize, what: &str) -> Result<usize, CliError> {
     let fits = |share: &usize| *share > 0 && ranks.is_multiple_of(*share);
-    let name = match (setting.of_flags)(from.args) {
-        Some(_) => setting.row.flag,
-        None => setting.row.key,
+    let name = match (share.of)(&from.flags.mesh) {
+        Some(_) => share.flag,
+        None => share.key,
     };
-    match from.given(setting) {
+    match (share.of)(&from.given.mesh) {
         Some(given) if !fits(&given) => Err(CliError::Usage(format!(
             "{name} {given}: expected a number that divides the {ranks} {what}"
         ))),
         Some(given) => Ok(given),
-        None => Ok(from.recorded(setting).filter(fits).unwrap_or(1)),
+        None => Ok((share.of)(&from.recorded.mesh).filter(fits).unwrap_or(1)),
     }
 }
 
-impl MeshRecord {
+impl MeshArgs {
     /// The record of settings.
     pub(crate) fn of(mesh: &MeshSettings) -> Self {
         let group = mesh.shard_group;
@@ -257,7 +180,7 @@ impl MeshRecord {
 /// # Errors
 /// Groups that do not fit the ranks or the stage.
 pub(crate) fn settings(
-    from: &Sources<'_, MeshRecord>,
+    from: &Sources,
     run: &Conditions,
     notices: &mut Vec<String>,
 ) -> Result<MeshSettings, CliError> {
@@ -277,8 +200,8 @@ pub(crate) fn settings(
         ),
     ];
     for (setting, share, what, now) in of_settings {
-        if let Some(recorded) = from.recorded(setting)
-            && from.given(setting).is_none()
+        if let Some(recorded) = (setting.of)(&from.recorded.mesh)
+            && (setting.of)(&from.given.mesh).is_none()
             && recorded != share
         {
             notices.push(format!(
@@ -296,7 +219,7 @@ pub(crate) fn settings(
 
 /// The groups over which states are sharded.
 fn groups(
-    from: &Sources<'_, MeshRecord>,
+    from: &Sources,
     run: &Conditions,
     notices: &mut Vec<String>,
 ) -> Result<MeshSettings, CliError> {
@@ -309,7 +232,7 @@ fn groups(
         };
     }
 
-    let recorded = from.recorded.copied().unwrap_or_default().settings()?;
+    let recorded = from.recorded.mesh.settings()?;
     match refusal(&recorded, run.ranks as u64, run.stage) {
         None => Ok(of_groups(recorded, run.ranks)),
         Some(why) => {
@@ -322,12 +245,12 @@ fn groups(
 }
 
 /// The groups that flags and the file set. With any, those of a recorded run do not count.
-fn given(from: &Sources<'_, MeshRecord>) -> Option<MeshRecord> {
-    let given = MeshRecord {
-        shard_group: from.given(&SHARD_GROUP).flatten(),
-        shard_optimizer: from.given(&SHARD_OPTIMIZER).flatten(),
-        hpz: from.given(&HPZ).flatten(),
-        ..MeshRecord::default()
+fn given(from: &Sources) -> Option<MeshArgs> {
+    let given = MeshArgs {
+        shard_group: from.given.mesh.shard_group,
+        shard_optimizer: from.given.mesh.shard_optimizer,
+        hpz: from.given.mesh.hpz,
+        ..MeshArgs::default()
     };
     (!given.is_default()).then_some(given)
 }
@@ -336,10 +259,7 @@ fn given(from: &Sources<'_, MeshRecord>) -> Option<MeshRecord> {
 ///
 /// # Errors
 /// The size of a group does not divide the number of ranks.
-pub(crate) fn planned(
-    from: &Sources<'_, MeshRecord>,
-    ranks: u64,
-) -> Result<MeshSettings, CliError> {
+pub(crate) fn planned(from: &Sources, ranks: u64) -> Result<MeshSettings, CliError> {
     let mesh = given(from).unwrap_or_default().settings()?;
     let shares = Shares::new(from, ranks as usize)?;
     let data_ranks = ranks / shares.tensor as u64;
@@ -347,6 +267,25 @@ pub(crate) fn planned(
         Some(why) => Err(CliError::Usage(why)),
         None => Ok(shares.apply(of_groups(mesh, data_ranks as usize))),
     }
+}
+
+/// Refuses `--partition-activations` and `--sequence-parallel` without tensor parallelism.
+///
+/// # Errors
+/// One of them is given.
+pub(crate) fn check_tensor_flags(
+    mesh: &MeshSettings,
+    [partitions, divides_tokens]: [bool; 2],
+    ranks: &str,
+) -> Result<(), CliError> {
+    let flag = match (mesh.tensor_ranks, partitions, divides_tokens) {
+        (None, true, _) => "--partition-activations divides activations",
+        (None, false, true) => "--sequence-parallel divides tokens",
+        _ => return Ok(()),
+    };
+    Err(CliError::Usage(format!(
+        "{flag} among the {ranks} of tensor parallelism: use --tensor-parallel M, too"
+    )))
 }
 
 /// The groups at a stage of a plan: those that have nothing to share there are none.
@@ -377,8 +316,8 @@ fn of_groups(mesh: MeshSettings, ranks: usize) -> MeshSettings {
 /// The flag that sets the groups.
 pub(crate) fn group_flag(mesh: &MeshSettings) -> &'static str {
     match mesh.sharding {
-        Sharding::Secondary => HPZ.row.flag,
-        _ => SHARD_GROUP.row.flag,
+        Sharding::Secondary => "--hpz",
+        _ => "--shard-group",
     }
 }
 
@@ -405,152 +344,123 @@ fn refusal(mesh: &MeshSettings, ranks: u64, stage: ZeroStage) -> Option<String> 
 
 #[cfg(test)]
 mod tests {
+    use std::iter;
+
+    use clap::Parser;
+
     use super::*;
     use crate::config::DsConfig;
     use crate::settings::args::TrainArgs;
+    use crate::settings::sources::of_file;
+    use ZeroStage::{One, Three, Two, Zero};
 
-    fn run(ranks: usize, stage: ZeroStage) -> Conditions {
-        Conditions {
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        mesh: MeshArgs,
+    }
+
+    fn parsed(flags: &str) -> TrainArgs {
+        let words = iter::once("train").chain(flags.split_whitespace());
+        TrainArgs {
+            mesh: Line::try_parse_from(words).unwrap().mesh,
+            ..TrainArgs::default()
+        }
+    }
+
+    /// The groups of a run with these flags, which resumes one that had those of `recorded`, and its
+    /// notes.
+    fn mesh(
+        flags: &str,
+        file: &str,
+        recorded: &str,
+        (ranks, stage): (usize, ZeroStage),
+    ) -> Result<(MeshSettings, Vec<String>), String> {
+        let file = DsConfig::parse(file).unwrap();
+        let file = of_file(&file, Some(&file.zero));
+        let from = Sources::new(&parsed(flags), &file, parsed(recorded));
+        let run = Conditions {
             ranks,
             stage,
             on_gpus: false,
             checkpointing: false,
             offloads: false,
             shares_batches: false,
-        }
-    }
-
-    fn mesh(
-        args: &TrainArgs,
-        file: &str,
-        recorded: Option<MeshRecord>,
-        run: &Conditions,
-    ) -> Result<(MeshSettings, Vec<String>), String> {
-        let file = DsConfig::parse(file).unwrap();
-        let from = Sources {
-            args,
-            file: Some(&file),
-            zero: Some(&file.zero),
-            recorded: recorded.as_ref(),
         };
         let mut notices = Vec::new();
-        let mesh = settings(&from, run, &mut notices).map_err(|error| error.to_string())?;
-        let record = MeshRecord::of(&mesh);
-        assert_eq!(record.settings().unwrap(), mesh);
+        let mesh = settings(&from, &run, &mut notices).map_err(|error| error.to_string())?;
+        assert_eq!(MeshArgs::of(&mesh).settings().unwrap(), mesh);
         Ok((mesh, notices))
-    }
-
-    fn flags(shard_group: Option<usize>, world: bool, hpz: Option<usize>) -> TrainArgs {
-        let mut args = TrainArgs::default();
-        args.mesh.shard_group = shard_group;
-        args.mesh.shard_optimizer = world.then_some(OptimizerRanks::World);
-        args.mesh.hpz = hpz;
-        args
     }
 
     #[test]
     fn each_source() {
-        use ZeroStage::{One, Three};
-        let no_flags = TrainArgs::default();
-        let of = |args: &TrainArgs, file, recorded, stage| {
-            let (mesh, notices) = mesh(args, file, recorded, &run(8, stage)).unwrap();
-            assert_eq!(notices, Vec::<String>::new());
-            (mesh.shard_group, mesh.sharding)
-        };
-        let groups = flags(Some(4), true, None);
-        assert_eq!(of(&groups, "{}", None, One), (Some(4), Sharding::Hybrid));
-        let groups = flags(Some(8), true, None);
-        assert_eq!(of(&groups, "{}", None, One), (None, Sharding::Flat));
-
+        use Sharding::{Flat, Hybrid, Replicated, Secondary};
         let hpz = r#"{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}"#;
-        assert_eq!(
-            of(&no_flags, hpz, None, Three),
-            (Some(2), Sharding::Secondary)
-        );
         let mics = r#"{"zero_optimization": {"stage": 3, "mics_shard_size": 2}}"#;
-        assert_eq!(
-            of(&no_flags, mics, None, Three),
-            (Some(2), Sharding::Replicated)
-        );
         let off = r#"{"zero_optimization": {"mics_shard_size": -1, "zero_hpz_partition_size": 1}}"#;
-        assert_eq!(of(&no_flags, off, None, Three), (None, Sharding::Flat));
-
-        // A flag takes the place of all that was recorded.
-        let recorded = MeshRecord {
-            shard_group: Some(4),
-            shard_optimizer: Some(OptimizerRanks::World),
-            ..MeshRecord::default()
-        };
-        assert_eq!(
-            of(&no_flags, "{}", Some(recorded), One),
-            (Some(4), Sharding::Hybrid)
-        );
-        let flag = flags(None, false, Some(2));
-        assert_eq!(
-            of(&flag, "{}", Some(recorded), Three),
-            (Some(2), Sharding::Secondary)
-        );
+        let world = "--shard-group 4 --shard-optimizer world";
+        let all = "--shard-group 8 --shard-optimizer world";
+        for (flags, file, recorded, stage, expected) in [
+            (world, "{}", "", One, (Some(4), Hybrid)),
+            (all, "{}", "", One, (None, Flat)),
+            ("", hpz, "", Three, (Some(2), Secondary)),
+            ("", mics, "", Three, (Some(2), Replicated)),
+            ("", off, "", Three, (None, Flat)),
+            ("", "{}", world, One, (Some(4), Hybrid)),
+            // A flag takes the place of all that was recorded.
+            ("--hpz 2", "{}", world, Three, (Some(2), Secondary)),
+        ] {
+            let (mesh, notices) = mesh(flags, file, recorded, (8, stage)).unwrap();
+            assert_eq!(
+                (mesh.shard_group, mesh.sharding),
+                expected,
+                "{flags} {file}"
+            );
+            assert!(notices.is_empty(), "{notices:?}");
+        }
     }
 
     #[test]
     fn ranks_that_share_sequences() {
-        let of = |args: &TrainArgs, file, recorded: Option<usize>, ranks| {
-            let recorded = recorded.map(|ulysses| MeshRecord {
-                ulysses: Some(ulysses),
-                shard_group: Some(2),
-                ..MeshRecord::default()
-            });
-            let of_run = mesh(args, file, recorded, &run(ranks, ZeroStage::Three));
-            of_run.map(|(mesh, notices)| (mesh.sequence_ranks(), notices))
-        };
-        let share = |share| {
-            let mut args = TrainArgs::default();
-            args.mesh.ulysses = Some(share);
-            args
-        };
-        let no_flag = TrainArgs::default();
         let file = r#"{"sequence_parallel_size": 2}"#;
-        assert_eq!(of(&share(4), "{}", None, 8).unwrap(), (4, vec![]));
-        assert_eq!(of(&no_flag, file, None, 8).unwrap(), (2, vec![]));
-        assert_eq!(of(&share(1), file, Some(4), 8).unwrap(), (1, vec![]));
-        assert_eq!(of(&no_flag, "{}", Some(4), 8).unwrap(), (4, vec![]));
-        let (alone, notices) = of(&no_flag, "{}", Some(4), 6).unwrap();
-        assert_eq!(alone, 1);
-        assert!(notices[0].contains("between 4 ranks"), "{notices:?}");
-        for wrong in [0, 3] {
-            let error = of(&share(wrong), "{}", None, 8).unwrap_err();
-            assert_eq!(
-                error,
-                format!("--ulysses {wrong}: expected a number that divides the 8 ranks")
-            );
+        let recorded = "--ulysses 4 --shard-group 2";
+        for (flags, file, recorded, ranks, expected) in [
+            ("--ulysses 4", "{}", "", 8, 4),
+            ("", file, "", 8, 2),
+            ("--ulysses 1", file, recorded, 8, 1),
+            ("", "{}", recorded, 8, 4),
+            ("", "{}", recorded, 6, 1),
+        ] {
+            let (mesh, notices) = mesh(flags, file, recorded, (ranks, Three)).unwrap();
+            assert_eq!(mesh.sequence_ranks(), expected, "{flags} {file}");
+            let is_noted = notices.iter().any(|note| note.contains("between 4 ranks"));
+            assert_eq!(is_noted, ranks == 6, "{notices:?}");
         }
     }
 
     #[test]
     fn groups_that_do_not_fit() {
-        use ZeroStage::{Three, Two, Zero};
-        let refused = |args: &TrainArgs, run: &Conditions| mesh(args, "{}", None, run).unwrap_err();
-        let error = refused(&flags(Some(3), false, None), &run(8, Three));
-        assert_eq!(
-            error,
-            "--shard-group 3: expected a number that divides the 8 ranks"
-        );
-        let error = refused(&flags(Some(0), false, None), &run(8, Three));
-        assert!(error.starts_with("--shard-group 0:"), "{error}");
-        let error = refused(&flags(Some(4), false, None), &run(8, Zero));
-        assert!(error.contains("stage 0 shards nothing"), "{error}");
-        let error = refused(&flags(None, false, Some(4)), &run(8, Two));
-        assert!(error.contains("use --stage 3"), "{error}");
-        let error = refused(&flags(Some(4), false, Some(4)), &run(8, Three));
-        assert!(error.contains("exclude each other"), "{error}");
+        let number = "expected a number that divides the 8 ranks";
+        for (flags, stage, expected) in [
+            ("--ulysses 0", Three, &*format!("--ulysses 0: {number}")),
+            ("--ulysses 3", Three, &format!("--ulysses 3: {number}")),
+            (
+                "--shard-group 3",
+                Three,
+                &format!("--shard-group 3: {number}"),
+            ),
+            ("--shard-group 0", Three, "--shard-group 0:"),
+            ("--shard-group 4", Zero, "stage 0 shards nothing"),
+            ("--hpz 4", Two, "use --stage 3"),
+            ("--shard-group 4 --hpz 4", Three, "exclude each other"),
+        ] {
+            let error = mesh(flags, "{}", "", (8, stage)).unwrap_err();
+            assert!(error.contains(expected), "{flags}: {error}");
+        }
 
         // A resumed run goes on without them.
-        let recorded = MeshRecord {
-            shard_group: Some(4),
-            ..MeshRecord::default()
-        };
-        let (mesh, notices) =
-            mesh(&TrainArgs::default(), "{}", Some(recorded), &run(6, Three)).unwrap();
+        let (mesh, notices) = mesh("", "{}", "--shard-group 4", (6, Three)).unwrap();
         assert_eq!(mesh, MeshSettings::default());
         assert!(notices[0].contains("--shard-group 4"), "{notices:?}");
     }

@@ -1,33 +1,32 @@
 //! The settings of a run: where each one comes from, and its names.
 //!
-//! A setting is one row, a constant [`row::Setting`]: its flag, its key in a DeepSpeed
-//! configuration, its name in `run.json`, its default, and the runs in which it is refused or has
-//! no effect. Flags override the configuration file, which overrides the resumed run, which
-//! overrides the default.
+//! [`args::TrainArgs`] is the one struct of settings, of which any may be missing. The command line
+//! parses it, a DeepSpeed configuration and `run.json` are translated to it in [`sources`], and the
+//! first source that has a setting sets it: flags, the file, the resumed run, then the default. A
+//! row of [`table`] has the names of a setting for the user.
 //!
-//! A topic is one file. It has the rows, their part of `run.json`, and the function that turns
-//! their values into the trainer's settings. So a new setting touches at most four files:
+//! A topic is one file, with the function that turns the settings into the trainer's, their defaults
+//! and what is refused. So a new setting touches at most five files:
 //!
-//! 1. `args.rs`: the flag and its help;
-//! 2. the file of its topic, such as [`communication`]: the row, the field of `run.json`, the use
-//!    of the value;
-//! 3. `config/`, if DeepSpeed has a key for it;
-//! 4. the code that obeys it, such as zero-trainer's `Settings`.
+//! 1. `args.rs`: the flag and its help, and its name in [`args::TrainArgs::or`];
+//! 2. `table.rs`: its row;
+//! 3. `record.rs`: the field of `run.json`; `sources.rs`: a line that reads it, and another one if
+//!    DeepSpeed has a key for it;
+//! 4. the file of its topic, such as [`communication`]: the default and the use of the value;
+//! 5. the code that obeys it, such as zero-trainer's `Settings`.
 //!
 //! The rest reads the table of all rows: the agreement of ranks ([`agreement`]), what a resumed run
 //! reports as changed ([`changes`]), and the values of `"auto"` ([`autos`]).
 //!
 //! ```text
 //! agreement  changes  autos        what the rows and run.json are used for
-//!      table                       the rows of all topics, in one order
 //!     resolve                      from the sources to the trainer's settings
-//!      record                      run.json
-//! communication mesh collectives optimizer schedule offload batch epochs activations saving validation    the topics
-//!       row                        Setting and Sources
+//! communication mesh collectives optimizer schedule offload batch epochs validation samples    the topics
+//!     sources                      a configuration file and run.json as settings
+//!  record    table                 run.json; the names of all settings
 //!      args                        the flags
 //! ```
 
-pub(crate) mod activations;
 pub(crate) mod agreement;
 pub(crate) mod args;
 pub(crate) mod autos;
@@ -44,8 +43,8 @@ pub(crate) mod record;
 pub(crate) mod resolve;
 pub(crate) mod row;
 pub(crate) mod samples;
-pub(crate) mod saving;
 pub(crate) mod schedule;
+pub(crate) mod sources;
 pub(crate) mod stage_choice;
 pub(crate) mod table;
 pub(crate) mod unused_keys;

@@ -7,10 +7,11 @@
 use zero_alloc::device::DType;
 use zero_shard::ZeroStage;
 
-use super::args::{Masters, Moments, OffloadArgs};
+use super::args::OffloadArgs;
 use super::row::Row;
 use crate::config::DsConfig;
 use crate::error::CliError;
+use zero_optim::{Masters, Moments};
 use zero_trainer::{Home, OffloadSettings};
 
 /// Default elements of a sub-group of optimizer state that is offloaded.
@@ -100,10 +101,10 @@ fn take_flags(now: &mut OffloadSettings, args: &OffloadArgs) {
         now.activations = offloads;
     }
     if let Some(masters) = args.masters {
-        now.format.remainder = masters == Masters::Remainder;
+        now.format.masters = masters;
     }
     if let Some(moments) = args.moments {
-        now.format.bf16_moments = moments == Moments::Bf16;
+        now.format.moments = moments;
     }
 }
 
@@ -148,27 +149,29 @@ fn place_params(
     Ok(())
 }
 
-/// Remainders need bf16 parameters, 16-bit moments an optimizer off the device.
+/// Remainders need bf16 parameters, moments that are not fp32 an optimizer off the device.
 fn choose_formats(
     now: &mut OffloadSettings,
     args: &OffloadArgs,
     run: Offloaded,
 ) -> Result<(), CliError> {
-    if now.format.remainder && run.dtype != DType::Bf16 {
+    let masters = now.format.masters;
+    if masters != Masters::Fp32 && run.dtype != DType::Bf16 {
         if args.masters.is_some() {
             let why = format!("it needs --dtype bf16, and this run is in {}", run.dtype);
-            return Err(refusal("--masters remainder", &why));
+            return Err(refusal(&format!("--masters {masters}"), &why));
         }
-        now.format.remainder = false;
+        now.format.masters = Masters::Fp32;
     }
-    if now.format.bf16_moments && now.optimizer == Home::Device {
+    let moments = now.format.moments;
+    if moments != Moments::Fp32 && now.optimizer == Home::Device {
         if args.moments.is_some() {
             return Err(refusal(
-                "--moments bf16",
+                &format!("--moments {moments}"),
                 "the optimizer is not offloaded; add --offload cpu or nvme:DIR",
             ));
         }
-        now.format.bf16_moments = false;
+        now.format.moments = Moments::Fp32;
     }
     Ok(())
 }
@@ -286,7 +289,8 @@ mod tests {
             (now.optimizer.clone(), now.params.clone(), now.activations),
             (Home::Host, Home::Device, false)
         );
-        assert!(now.format.remainder && now.format.bf16_moments);
+        let formats = (now.format.masters, now.format.moments);
+        assert_eq!(formats, (Masters::Remainder, Moments::Bf16));
         // Back on the device, which has fp32 moments only.
         let back = OffloadArgs {
             offload: Some(Home::Device),
@@ -304,10 +308,9 @@ mod tests {
         )
         .unwrap();
 
-        assert!(
-            !now.is_any() && now.format.remainder && !now.format.bf16_moments,
-            "{now:?}"
-        );
+        let formats = (now.format.masters, now.format.moments);
+        assert_eq!(formats, (Masters::Remainder, Moments::Fp32));
+        assert!(!now.is_any(), "{now:?}");
         let fp32 = Offloaded {
             dtype: DType::F32,
             ..RUN
@@ -362,13 +365,8 @@ mod tests {
         );
         let masters = flags(&|a| a.masters = Some(Masters::Remainder));
 
-        assert!(
-            resolve(&masters, None, &default, RUN)
-                .unwrap()
-                .format
-                .remainder,
-            "no offload is needed"
-        );
+        let needs_no_offload = resolve(&masters, None, &default, RUN).unwrap();
+        assert_eq!(needs_no_offload.format.masters, Masters::Remainder);
 
         let fp32 = Offloaded {
             dtype: DType::F32,

@@ -7,19 +7,15 @@ use std::hash::{BuildHasher, RandomState};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use zero_ckpt::Reader;
+use zero_comm::PrefetchOptions;
 use zero_data::Place;
 use zero_optim::OptimizerConfig;
-use zero_trainer::OffloadSettings;
 use zero_trainer::param_groups::GroupSettings;
+use zero_trainer::{OffloadSettings, ReplicaChecks, Settings};
 
-use super::activations::ActivationRecord;
-use super::args::{DeviceChoice, Output};
-use super::batch::BatchRecord;
-use super::communication::CommunicationRecord;
-use super::mesh::MeshRecord;
-use super::row::Row;
+use super::args::{DeviceChoice, MeshArgs, TrainArgs};
+use super::outputs::OutputPaths;
 use super::samples::SampleRecord;
-use super::saving::SavingRecord;
 use super::validation::ValidationRecord;
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
@@ -61,8 +57,8 @@ pub(crate) struct RunRecord {
     pub(crate) activations: ActivationRecord,
     pub(crate) communication: CommunicationRecord,
     /// Groups of ranks.
-    #[serde(default, skip_serializing_if = "MeshRecord::is_default")]
-    pub(crate) mesh: MeshRecord,
+    #[serde(default, skip_serializing_if = "MeshArgs::is_default")]
+    pub(crate) mesh: MeshArgs,
     /// The offload. Only 16-bit moments change the numbers.
     #[serde(default, skip_serializing_if = "OffloadSettings::is_default")]
     pub(crate) offload: OffloadSettings,
@@ -76,17 +72,8 @@ pub(crate) struct RunRecord {
     /// that folder. `None`: none is saved, or an older version wrote the record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) checkpoint_dir: Option<String>,
-    /// The absolute path of the metrics file, which is a file of one machine.
-    pub(crate) metrics: Option<String>,
-    /// The absolute path of the table of steps, on one machine.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) csv: Option<String>,
-    /// The absolute path of the folder of TensorBoard's event files, on one machine.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) tensorboard: Option<String>,
-    /// The absolute path of the folder of the report, on one machine.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) report: Option<String>,
+    #[serde(flatten)]
+    pub(crate) outputs: OutputPaths,
     /// Evaluations on other data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) validation: Option<ValidationRecord>,
@@ -146,15 +133,6 @@ pub(crate) struct DataRecord {
     pub(crate) place: Place,
 }
 
-/// The training data.
-pub(crate) const DATA: &[Row] = &[
-    Row::new("data.order", "--data"),
-    Row::new("data.tokenizer", "--tokenizer"),
-    Row::new("data.tokens", "--data"),
-    Row::new("data", "--data"),
-    Row::new("data.fingerprint", "--data").not_reported(),
-];
-
 /// Rows by epochs, as `run.json` stores them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RowsRecord {
@@ -172,24 +150,144 @@ pub(crate) struct RowsRecord {
     pub(super) now: i64,
 }
 
-/// What identifies a run or belongs to one machine.
-pub(crate) const IDENTITY: &[Row] = &[
-    Row::new("run", "").not_compared().not_reported(),
-    Row::new("resumed_runs", "").not_compared().not_reported(),
-    Row::new("model.name", "").not_compared().not_reported(),
-    Row::new("model.weights", "").not_compared().not_reported(),
-    Row::new("data.path", "").not_compared(),
-    Row::new("data.default", "").not_compared().not_reported(),
-    Row::new("validation.data", "").not_compared(),
-    Row::new("device", "").not_compared(),
-    Row::new("gpu", "").not_compared(),
-    Row::new("checkpoint_dir", "").not_compared().not_reported(),
-    Row::new("metrics", "").not_compared().not_reported(),
-    Row::new("csv", "").not_compared().not_reported(),
-    Row::new("tensorboard", "").not_compared().not_reported(),
-    Row::new("report", "").not_compared().not_reported(),
-    Row::new("auto", "").not_compared().not_reported(),
-];
+/// The batch of a run in `run.json`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct BatchRecord {
+    pub(crate) ranks: usize,
+    /// Sequences per micro-batch and rank.
+    pub(crate) micro_batch: u64,
+    /// Micro-batches per step.
+    pub(crate) grad_accum: u64,
+    /// Tokens per sequence.
+    pub(crate) seq_len: usize,
+    /// Tokens of all ranks in a step.
+    pub(crate) step_tokens: u64,
+}
+
+impl BatchRecord {
+    /// Sequences of all ranks in a step.
+    pub(crate) fn rows_of_step(&self) -> u64 {
+        self.step_tokens / (self.seq_len as u64).max(1)
+    }
+}
+
+/// The activations that a run recomputes in backward, in `run.json`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ActivationRecord {
+    pub(crate) activation_checkpointing: bool,
+    /// Whether a GPU recomputes GELU's output in backward, which changes low bits in 16-bit types.
+    #[serde(default)]
+    pub(crate) recompute_gelu: bool,
+    /// Whether the ranks of tensor parallelism divide the inputs of blocks.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) partition_activations: bool,
+    /// Whether the ranks of tensor parallelism divide the tokens between their products.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) sequence_parallel: bool,
+}
+
+/// The settings of communication in `run.json`. A limit that is `None` does not apply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CommunicationRecord {
+    /// Whether stages 0 and 1 reduced gradients after every micro-batch, as all runs without this
+    /// field did.
+    #[serde(default = "always")]
+    pub(crate) reduce_every_micro_batch: bool,
+    /// Elements of a gradient bucket.
+    pub(crate) bucket_elems: usize,
+    /// Whether communication overlaps with compute.
+    pub(crate) overlap: bool,
+    /// Stage 3: how many uses ahead units are gathered.
+    pub(crate) gather_ahead: Option<usize>,
+    pub(crate) gather_ahead_elems: Option<usize>,
+    pub(crate) max_live_elems: Option<usize>,
+    pub(crate) persistence_threshold_elems: usize,
+    /// Elements of one launch of the optimizer.
+    #[serde(default)]
+    pub(crate) sub_group_elems: Option<usize>,
+    /// Whether steps are recorded into CUDA graphs.
+    #[serde(default)]
+    pub(crate) cuda_graph: bool,
+}
+
+fn always() -> bool {
+    true
+}
+
+impl CommunicationRecord {
+    pub(crate) fn of(settings: &Settings) -> Self {
+        let limit = |n: usize| (n != usize::MAX).then_some(n);
+        let prefetch = &settings.prefetch;
+        Self {
+            reduce_every_micro_batch: settings.reduce_every_micro_batch,
+            bucket_elems: settings.bucket_capacity_elems,
+            overlap: settings.overlap,
+            gather_ahead: limit(prefetch.ahead),
+            gather_ahead_elems: limit(prefetch.ahead_elems),
+            max_live_elems: limit(prefetch.max_live_elems),
+            persistence_threshold_elems: prefetch.persistence_threshold_elems,
+            sub_group_elems: limit(settings.optimizer.sub_group_elems),
+            cuda_graph: settings.graphs,
+        }
+    }
+
+    /// Sets what was recorded.
+    pub(crate) fn apply(&self, settings: &mut Settings) {
+        settings.reduce_every_micro_batch = self.reduce_every_micro_batch;
+        settings.bucket_capacity_elems = self.bucket_elems;
+        settings.overlap = self.overlap;
+        settings.prefetch = self.prefetch();
+        if !self.overlap {
+            settings.prefetch.ahead = 0;
+        }
+        settings.optimizer.sub_group_elems = self.sub_group_elems.unwrap_or(usize::MAX);
+    }
+
+    pub(crate) fn prefetch(&self) -> PrefetchOptions {
+        let limit = |n: Option<usize>| n.unwrap_or(usize::MAX);
+        // Without overlap it was 0; a flag may enable overlap again.
+        let ahead = if self.overlap {
+            limit(self.gather_ahead)
+        } else {
+            1
+        };
+        PrefetchOptions::default()
+            .ahead(ahead)
+            .ahead_elems(limit(self.gather_ahead_elems))
+            .max_live_elems(limit(self.max_live_elems))
+            .persistence_threshold_elems(self.persistence_threshold_elems)
+    }
+}
+
+/// The settings of checkpoints in `run.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SavingRecord {
+    /// Interval of checkpoints in steps; 0 saves only at the end.
+    pub(crate) checkpoint_every: u64,
+    pub(crate) keep_last: Option<usize>,
+    /// The flag `--check-replicas`: the interval in steps, or 0 for no comparison; by default
+    /// before each checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) check_replicas: Option<u64>,
+}
+
+impl SavingRecord {
+    pub(crate) fn of(settings: &TrainArgs) -> Self {
+        Self {
+            checkpoint_every: settings.checkpoint_every.unwrap_or(0),
+            keep_last: settings.keep_last,
+            check_replicas: settings.check_replicas,
+        }
+    }
+
+    pub(crate) fn replica_checks(&self) -> ReplicaChecks {
+        match self.check_replicas {
+            None => ReplicaChecks::AtSaves,
+            Some(0) => ReplicaChecks::Never,
+            Some(steps) => ReplicaChecks::Every(steps),
+        }
+    }
+}
 
 /// Returns the id of a new run.
 pub(crate) fn new_run_id() -> String {
@@ -198,17 +296,6 @@ pub(crate) fn new_run_id() -> String {
 }
 
 impl RunRecord {
-    /// The path of an output.
-    pub(crate) fn output(&self, output: Output) -> Option<&str> {
-        let path = match output {
-            Output::Metrics => &self.metrics,
-            Output::Csv => &self.csv,
-            Output::Tensorboard => &self.tensorboard,
-            Output::Report => &self.report,
-        };
-        path.as_deref()
-    }
-
     /// The ids of this run and of those that it resumed.
     pub(crate) fn runs(&self) -> Vec<&str> {
         std::iter::once(&self.run)

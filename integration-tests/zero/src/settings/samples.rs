@@ -8,7 +8,6 @@ use zero_models::generate::Sampling;
 use zero_trainer::{NextToken, SampleOptions};
 
 use super::args::TrainArgs;
-use super::row::Row;
 use crate::codec::Codec;
 use crate::error::CliError;
 use crate::flags::check_positive;
@@ -27,15 +26,12 @@ pub(crate) struct SampleRecord {
     tokens: usize,
 }
 
-pub(crate) const ROWS: &[Row] = &[Row::new("samples", "--sample-every")];
-
 impl SampleRecord {
-    /// Sets the flags that the user did not pass to the recorded values.
-    pub(crate) fn fill(&self, args: &mut TrainArgs) {
-        args.sample_every.get_or_insert(self.every);
-        args.sample_tokens.get_or_insert(self.tokens);
-        args.sample_prompt
-            .get_or_insert_with(|| self.prompt.clone());
+    /// Sets the settings to the recorded values.
+    pub(crate) fn fill(&self, settings: &mut TrainArgs) {
+        settings.sample_every = Some(self.every);
+        settings.sample_tokens = Some(self.tokens);
+        settings.sample_prompt = Some(self.prompt.clone());
     }
 }
 

@@ -3,24 +3,24 @@
 //! an error.
 
 use serde_json::{Value, json};
-use zero_optim::{Decay, DecayCurve, LrSchedule, OptimizerConfig};
+use zero_optim::{Decay, DecayCurve, LrSchedule};
 
 use super::args::{ScheduleFlag, TrainArgs};
-use super::row::Sources;
-use crate::config::{AUTO_STEPS, DsConfig};
+use super::sources::RunSources;
+use crate::config::DsConfig;
 use crate::error::CliError;
 
-/// The schedule of a run of `steps` steps at learning rate `lr`.
+/// The schedule of a run at learning rate `lr`.
 pub(crate) fn schedule(
-    from: &Sources<'_, OptimizerConfig>,
+    from: &RunSources<'_>,
     lr: f64,
-    steps: u64,
     notices: &mut Vec<String>,
 ) -> Result<LrSchedule, CliError> {
     let args = from.args;
+    let steps = from.steps();
     let base = from
         .recorded
-        .map_or(&LrSchedule::Constant, |optimizer| &optimizer.schedule);
+        .map_or(&LrSchedule::Constant, |run| &run.optimizer.schedule);
     let of_file = from
         .file
         .and_then(|file| Some((file, file.schedule.as_ref()?)));
@@ -35,7 +35,7 @@ pub(crate) fn schedule(
             }
             from_flag(flag, args, base, steps)
         }
-        (None, Some((file, of_file))) => fill_autos(of_file.clone(), file, base, lr, steps),
+        (None, Some((file, of_file))) => fill_autos(of_file, file, base, lr, steps),
         (None, None) => base.clone(),
     };
 
@@ -89,68 +89,42 @@ fn from_flag(flag: ScheduleFlag, args: &TrainArgs, base: &LrSchedule, steps: u64
 /// Replaces `"auto"` as the Hugging Face Trainer does, or by the values of the resumed run's
 /// schedule of this type.
 fn fill_autos(
-    mut schedule: LrSchedule,
+    schedule: &LrSchedule,
     file: &DsConfig,
     base: &LrSchedule,
     lr: f64,
     steps: u64,
 ) -> LrSchedule {
-    let auto = |key: &str| file.is_auto(&format!("scheduler.params.{key}"));
-    // DeepSpeed raises a warm-up of 0 or 1 steps to 2.
-    let no_warmup = 2;
-    match (&mut schedule, base) {
-        (LrSchedule::Warmup(w), base) => {
-            let base = if let LrSchedule::Warmup(base) = base {
-                Some(base)
-            } else {
-                None
-            };
-            if auto("warmup_num_steps") {
-                w.warmup_num_steps = base.map_or(no_warmup, |b| b.warmup_num_steps);
-            }
-            if auto("warmup_max_lr") {
-                w.warmup_max_lr = Some(base.and_then(|b| b.warmup_max_lr).unwrap_or(lr));
-            }
-            if let Some(base) = base.filter(|_| auto("warmup_min_lr")) {
-                w.warmup_min_lr = base.warmup_min_lr;
-            }
-        }
-        (LrSchedule::WarmupDecay(w), base) => {
-            let base = if let LrSchedule::WarmupDecay(base) = base {
-                Some(base)
-            } else {
-                None
-            };
-            if auto("warmup_num_steps") {
-                w.warmup_num_steps = base.map_or(no_warmup, |b| b.warmup_num_steps);
-            }
-            if auto("warmup_max_lr") {
-                w.warmup_max_lr = base.map_or(lr, |b| b.warmup_max_lr);
-            }
-            if let Some(base) = base.filter(|_| auto("warmup_min_lr")) {
-                w.warmup_min_lr = base.warmup_min_lr;
-            }
-            if w.total_num_steps == AUTO_STEPS {
-                w.total_num_steps = base.map_or(steps, |b| b.total_num_steps);
-            }
-        }
-        (LrSchedule::WarmupCosine(w), base) => {
-            let base = if let LrSchedule::WarmupCosine(base) = base {
-                Some(base)
-            } else {
-                None
-            };
-            if auto("warmup_num_steps") {
-                w.warmup_num_steps = base.map_or(no_warmup, |b| b.warmup_num_steps);
-            }
-            if w.total_num_steps == AUTO_STEPS {
-                w.total_num_steps = base.map_or(steps, |b| b.total_num_steps);
-            }
-        }
-        _ => {}
-    }
+    let document = |schedule| serde_json::to_value(schedule).unwrap_or_default();
+    let mut filled = document(schedule);
+    let base = document(base);
+    let of_base = |name: &str| match base["type"] == filled["type"] {
+        true => base["params"][name].clone(),
+        false => Value::Null,
+    };
+    let values = [
+        // DeepSpeed raises a warm-up of 0 or 1 steps to 2.
+        ("warmup_num_steps", json!(2)),
+        ("warmup_max_lr", json!(lr)),
+        ("warmup_min_lr", Value::Null),
+        ("total_num_steps", json!(steps)),
+    ];
+    let values = values.map(|(name, default)| match of_base(name) {
+        Value::Null => (name, default),
+        recorded => (name, recorded),
+    });
 
-    schedule
+    for (name, value) in values {
+        let is_auto = file.is_auto(&format!("scheduler.params.{name}"));
+        if let Some(param) = filled["params"].get_mut(name)
+            && is_auto
+            && !value.is_null()
+        {
+            *param = value;
+        }
+    }
+    // The values have the types of the parameters.
+    serde_json::from_value(filled).unwrap_or_else(|_| schedule.clone())
 }
 
 /// Applies `--lr`, `--betas`, `--warmup-steps`, `--min-lr` and `--decay-steps` to the parts of the

@@ -7,7 +7,6 @@ use indicatif::HumanCount;
 use serde::{Deserialize, Serialize};
 
 use super::args::TrainArgs;
-use super::row::Row;
 use crate::error::CliError;
 use crate::paths::absolute;
 use zero_data::{DataError, DataSource, FolderFiles, RowOptions, TrainingData};
@@ -28,24 +27,13 @@ pub(crate) struct ValidationRecord {
     eval_tokens: u64,
 }
 
-/// Before those of the data, which the split changes.
-pub(crate) const SPLIT: &[Row] = &[Row::new("validation.split", "--val-split")];
-
-pub(crate) const ROWS: &[Row] = &[
-    Row::new("validation.fingerprint", "--val-data"),
-    Row::new("validation.eval_every", "--eval-every"),
-    Row::new("validation.eval_tokens", "--eval-tokens"),
-    Row::new("validation", "--val-data"),
-];
-
 impl ValidationRecord {
-    /// Sets the flags that the user did not pass to the recorded values.
-    pub(crate) fn fill(&self, args: &mut TrainArgs) {
-        if args.val_data.is_none() && args.val_split.is_none() {
-            (args.val_data, args.val_split) = (self.data.as_ref().map(PathBuf::from), self.split);
-        }
-        args.eval_every.get_or_insert(self.eval_every);
-        args.eval_tokens.get_or_insert(self.eval_tokens);
+    /// Sets the settings to the recorded values.
+    pub(crate) fn fill(&self, settings: &mut TrainArgs) {
+        settings.val_data = self.data.as_ref().map(PathBuf::from);
+        settings.val_split = self.split;
+        settings.eval_every = Some(self.eval_every);
+        settings.eval_tokens = Some(self.eval_tokens);
     }
 }
 

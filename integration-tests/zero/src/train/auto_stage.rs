@@ -16,8 +16,7 @@ use crate::output::{bytes, counted};
 use crate::plan::{self, CONTEXT_BYTES, Stage};
 use crate::settings::args::TrainArgs;
 use crate::settings::mesh::Shares;
-use crate::settings::resolve::RunSources;
-use crate::settings::row::Conditions;
+use crate::settings::sources::RunSources;
 use crate::settings::stage_choice::StageChoice;
 
 /// The chosen stage.
@@ -91,7 +90,7 @@ pub(super) fn choose(
         return Ok(None);
     }
     let memory = RankMemory::of(from.args, ranks, device)?;
-    let shares = Shares::new(&from.without_sizes().part(|run| &run.mesh), ranks)?;
+    let shares = Shares::new(&from.settings(), ranks)?;
     // Its notes are those of the run, which follow.
     let model = ChosenModel::find(from.args, None, ranks, shares.tensor, &mut Vec::new())?;
     let sizes = Sizes::new(from, &model, ranks / shares.ranks_of_batch())?;
@@ -187,14 +186,7 @@ impl Planned<'_> {
             ..*self.from
         };
         let on_gpus = self.device.is_some();
-        let run = Conditions {
-            ranks: self.ranks,
-            stage,
-            on_gpus,
-            checkpointing: from.checkpoints_activations(),
-            offloads: false,
-            shares_batches: false,
-        };
+        let run = from.conditions(self.ranks, stage, on_gpus);
         let (model, ranks) = (self.model, self.ranks);
         let mut settings = run_settings(&from, None, model, &run, &mut Vec::new())?;
         settings.grad_accum_steps = self.sizes.grad_accum();

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use zero_alloc::cuda::CudaDevice;
-use zero_comm::nccl::{self, Ranks};
+use zero_comm::nccl;
+use zero_comm::world::Ranks;
 use zero_kernels::cuda::Nvrtc;
 
 use crate::error::CliError;

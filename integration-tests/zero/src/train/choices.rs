@@ -22,8 +22,8 @@ use crate::paths::absolute;
 use crate::settings::args::TrainArgs;
 use crate::settings::epochs;
 use crate::settings::record::{DataRecord, ModelRecord, RunRecord};
-use crate::settings::resolve::{RunShape, RunSources};
-use crate::settings::row::Conditions;
+use crate::settings::resolve::RunShape;
+use crate::settings::sources::{Conditions, RunSources};
 use crate::settings::validation;
 
 /// The model without `--model`.
@@ -154,7 +154,7 @@ impl ChosenData {
         seq_len: usize,
         notices: &mut Vec<String>,
     ) -> Result<Self, CliError> {
-        let args = from.args;
+        let args = &from.settings().all;
         let folder = model.folder.as_ref();
         let source = data_source(args, from.recorded, folder, kept)?;
         let tokenizer = source.tokenizer.clone();
@@ -261,14 +261,16 @@ fn data_source(
     let own = own.map_err(CliError::usage)?;
     let tokenizer = args.tokenizer.clone().or(own);
 
+    let source = |path, tokenizer, files| DataSource {
+        path,
+        tokenizer,
+        files,
+        token_cache: token_cache(args),
+        threads: tokenizing_threads(args),
+    };
+
     let Some(recorded) = recorded.map(|record| &record.data) else {
-        return Ok(DataSource {
-            path: args.data.clone(),
-            tokenizer,
-            files: FolderFiles::All,
-            token_cache: token_cache(args),
-            threads: tokenizing_threads(args),
-        });
+        return Ok(source(args.data.clone(), tokenizer, FolderFiles::All));
     };
 
     let path = match &args.data {
@@ -299,20 +301,11 @@ fn data_source(
         (tokenizer, _) => tokenizer,
     };
 
-    let is_default = recorded.default && args.data.is_none();
-    let files = if is_default {
-        FolderFiles::AsDefault
-    } else {
-        FolderFiles::All
+    let files = match recorded.default && args.data.is_none() {
+        true => FolderFiles::AsDefault,
+        false => FolderFiles::All,
     };
-
-    Ok(DataSource {
-        path,
-        tokenizer,
-        files,
-        token_cache: token_cache(args),
-        threads: tokenizing_threads(args),
-    })
+    Ok(source(path, tokenizer, files))
 }
 
 /// Where tokens are kept for later runs.

@@ -4,21 +4,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::cuda::{CudaDevice, bind_to_node};
-use zero_comm::nccl::{Launcher, NcclCommunicator, Ranks};
+use zero_comm::nccl::NcclCommunicator;
+use zero_comm::world::{Launcher, Ranks};
 use zero_comm::{CommError, CommOptions, Communicator, Solo};
 
 use super::backend;
-use super::exchange::StartExchange;
 use super::parts::Gpu;
-use super::resume::{self, Resumed};
-use super::session::{observed, run_error};
+use super::process_rank::ProcessRank;
+use super::resume::Resumed;
+use super::session::{Observe, run_error};
 use super::setup::RunSetup;
-use super::signals::{self, Signals};
+use super::signals;
 use crate::error::CliError;
 use crate::launcher::{Job, JobError};
 use crate::memory;
 use crate::settings::args::TrainArgs;
-use zero_trainer::run_on_cuda;
+use zero_trainer::{RankSummary, run_on_cuda};
 
 /// Time for the other ranks to detect that one has failed.
 const GRACE: Duration = Duration::from_secs(10);
@@ -98,24 +99,18 @@ fn run_rank(
         Some(rank_setup.make(args, resumed)?)
     };
 
-    let comm = connect(args, &device, launched, gpus)?;
-    let start = StartExchange::new(&*comm, device.clone(), args.time_limit)?;
-    start.agree(Ok(()), |()| resume::start_settings(args))?;
-    let setup = match early {
-        Some(setup) => Ok(setup),
-        None => {
-            let found = Resumed::open_on_ranks(args, &start)?;
-            let filled = found.as_ref().map(|found| found.fill(args));
-            rank_setup.make(filled.as_ref().unwrap_or(args), found.as_ref())
-        }
+    let process_rank = ProcessRank {
+        args,
+        resumed,
+        comm: connect(args, &device, launched, gpus)?,
+        device: device.clone(),
+        notice: None,
     };
-
-    let mut setup = RunSetup::agree(setup, &start)?;
-    drop(start);
-
-    let signals = Signals::handle()?;
-    signals.end(&mut setup.options);
-    train(&setup, &signals, &device, comm, rank)
+    process_rank.run(
+        Ok(early),
+        |args, resumed| rank_setup.make(args, resumed),
+        |setup, comm, observe| train(setup, &device, comm, rank, observe),
+    )
 }
 
 /// Connects the rank with the others.
@@ -136,34 +131,29 @@ fn connect(
 
 fn train(
     setup: &RunSetup,
-    signals: &Signals,
     device: &CudaDevice,
     comm: Arc<dyn Communicator<CudaDevice>>,
     rank: usize,
-) -> Result<(), CliError> {
-    observed(setup, signals, rank == 0, |observe| {
-        let comm_of_run = Arc::clone(&comm);
-        let summary = run_on_cuda(
-            device,
-            comm_of_run,
-            setup.is_recorded(),
-            &setup.settings,
-            &setup.workload,
-            &setup.options,
-            observe,
-        );
-        // Dropped before anything is printed, because leaving the communicator may wait for the
-        // other ranks.
-        let failure = comm.failure();
-        drop(comm);
-        summary.map(|summary| vec![summary]).map_err(|error| {
-            match failure.filter(|f| !is_own(rank, f)) {
-                // The cause is shorter than the error of this rank's stream, and names the rank
-                // that failed.
-                Some(cause) => CliError::Echo(cause.to_string()),
-                None => run_error(error),
-            }
-        })
+    observe: Observe<'_>,
+) -> Result<RankSummary, CliError> {
+    let summary = run_on_cuda(
+        device,
+        Arc::clone(&comm),
+        setup.is_recorded(),
+        &setup.settings,
+        &setup.workload,
+        &setup.options,
+        observe,
+    );
+    // Dropped before anything is printed, because leaving the communicator may wait for the other
+    // ranks.
+    let failure = comm.failure();
+    drop(comm);
+    summary.map_err(|error| match failure.filter(|f| !is_own(rank, f)) {
+        // The cause is shorter than the error of this rank's stream, and names the rank that
+        // failed.
+        Some(cause) => CliError::Echo(cause.to_string()),
+        None => run_error(error),
     })
 }
 

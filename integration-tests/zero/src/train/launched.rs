@@ -2,7 +2,7 @@
 
 use std::num::NonZero;
 
-use zero_comm::nccl::Ranks;
+use zero_comm::world::Ranks;
 
 use crate::error::CliError;
 use crate::settings::args::{CommChoice, TrainArgs};

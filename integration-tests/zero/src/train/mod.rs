@@ -21,6 +21,7 @@ mod observer;
 mod opening;
 mod parts;
 mod picture;
+mod process_rank;
 mod report_folder;
 mod resume;
 mod room;

@@ -5,7 +5,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 #[cfg(feature = "mpi")]
 use std::time::{Duration, Instant};
 
-use zero_comm::nccl::{Launcher, Ranks};
+use zero_comm::world::{Launcher, Ranks};
 
 use super::launched::mpi_ranks;
 #[cfg(feature = "mpi")]
@@ -156,14 +156,12 @@ pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     use zero_alloc::host::HostDevice;
     use zero_comm::mpi::MpiWorld;
     use zero_comm::{CommOptions, Communicator};
-
-    use super::exchange::StartExchange;
-    use super::resume;
-    use super::session::{observed, run_error};
-    use super::setup::RunSetup;
-    use super::signals::Signals;
-    use crate::memory;
     use zero_trainer::run_as_rank;
+
+    use super::process_rank::ProcessRank;
+    use super::session::run_error;
+    use super::setup::RunSetup;
+    use crate::memory;
 
     let limit = Duration::from_secs(args.time_limit);
     let first = FIRST_NOTE.min(limit / 2);
@@ -172,33 +170,31 @@ pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     })
     .map_err(CliError::failure)?;
     let comm = world.comm();
-    let (rank, ranks) = (comm.rank(), comm.world_size());
-    let start = StartExchange::new(&*comm, HostDevice::new(), args.time_limit)?;
-    start.agree(check_ranks(args, ranks), |()| resume::start_settings(args))?;
+    let ranks = comm.world_size();
 
-    let found = match resumed {
-        None => Resumed::open_on_ranks(args, &start)?,
-        Some(_) => None,
-    };
-
-    let filled = found.as_ref().map(|found| found.fill(args));
-    let (args, resumed) = (filled.as_ref().unwrap_or(args), found.as_ref().or(resumed));
-    let setup = RunSetup::new(args, resumed, ranks, None).and_then(|setup| {
+    let make = |args: &TrainArgs, resumed: Option<&Resumed>| {
+        let setup = RunSetup::new(args, resumed, ranks, None)?;
         memory::check(&setup.memory(), 1, args.memory_limit)?;
         Ok(setup)
-    });
-
-    let mut setup = RunSetup::agree(setup, &start)?;
-    drop(start);
-
-    setup.notices.extend(open_mpi_notice());
-    let signals = Signals::handle()?;
-    signals.end(&mut setup.options);
-    let (settings, workload, options) = (&setup.settings, &setup.workload, &setup.options);
-    observed(&setup, &signals, rank == 0, |observe| {
-        let summary = run_as_rank(comm, workload.threads, settings, workload, options, observe);
-        summary.map(|summary| vec![summary]).map_err(run_error)
-    })
+    };
+    let rank = ProcessRank {
+        args,
+        resumed,
+        device: HostDevice::new(),
+        comm,
+        notice: open_mpi_notice(),
+    };
+    rank.run(
+        check_ranks(args, ranks).map(|()| None),
+        make,
+        |setup, comm, observe| {
+            let threads = setup.workload.threads;
+            let settings = &setup.settings;
+            let workload = &setup.workload;
+            run_as_rank(comm, threads, settings, workload, &setup.options, observe)
+                .map_err(run_error)
+        },
+    )
 }
 
 #[cfg(test)]

@@ -22,7 +22,7 @@ use crate::error::CliError;
 use crate::memory::limits::resident_peak_bytes;
 use crate::output::{print_note, print_text, progress_bar, show_progress};
 use crate::paths::replace;
-use crate::settings::args::Output;
+use crate::settings::outputs::Output;
 use crate::settings::record::RUN_JSON;
 use crate::settings::record::TimedRecord;
 use crate::settings::samples::Samples;
@@ -51,7 +51,7 @@ impl Observer {
     pub(crate) fn new(setup: &RunSetup) -> Result<Self, CliError> {
         let outputs = Outputs::open(setup)?;
 
-        if let Some(dir) = &setup.report {
+        if let Some(dir) = &setup.outputs.report {
             fs::create_dir_all(dir)
                 .map_err(|e| CliError::Usage(format!("failed to create {}: {e}", dir.display())))?;
         }
@@ -172,7 +172,7 @@ impl Observer {
         ranks: &[RankSummary],
         table: &str,
     ) -> Result<(), CliError> {
-        let Some(dir) = &setup.report else {
+        let Some(dir) = &setup.outputs.report else {
             return Ok(());
         };
         let trace = ranks.first().and_then(|rank| rank.memory.as_ref());
@@ -253,16 +253,19 @@ impl Outputs {
                 threads: setup.workload.threads,
                 node_ranks: setup.settings.node_ranks,
             })),
-            metrics: optional(Output::Metrics, path(&setup.metrics), setup, |path| {
-                LineFile::new(path, options)
-            })?,
-            csv: optional(Output::Csv, path(&setup.csv), setup, |path| {
+            metrics: optional(
+                Output::Metrics,
+                path(&setup.outputs.metrics),
+                setup,
+                |path| LineFile::new(path, options),
+            )?,
+            csv: optional(Output::Csv, path(&setup.outputs.csv), setup, |path| {
                 csv_file::create_folder(path)?;
                 LineFile::new(path, options)
             })?,
             tensorboard: optional(
                 Output::Tensorboard,
-                path(&setup.tensorboard),
+                path(&setup.outputs.tensorboard),
                 setup,
                 |dir| EventFiles::new(dir, options, first_step),
             )?,
@@ -312,7 +315,7 @@ fn optional<T>(
 ) -> Result<Option<T>, CliError> {
     let opened = path.map(|path| open(&path)).transpose();
     match opened {
-        Err(error) if setup.recorded_outputs.contains(&output) => {
+        Err(error) if setup.outputs.recorded.contains(&output) => {
             let (what, _) = output.name();
             print_note(format_args!("note: no {what}: {error}"));
             Ok(None)
@@ -356,10 +359,15 @@ fn besides(setup: &RunSetup, ranks: &[RankSummary]) -> Besides {
 /// # Errors
 /// They cannot be read.
 fn earlier_steps(setup: &RunSetup) -> Result<Vec<StepMetrics>, CliError> {
-    let Some(report) = setup.report.as_ref().filter(|_| setup.first_step > 0) else {
+    let Some(report) = setup
+        .outputs
+        .report
+        .as_ref()
+        .filter(|_| setup.first_step > 0)
+    else {
         return Ok(Vec::new());
     };
-    if let Some(path) = &setup.metrics {
+    if let Some(path) = &setup.outputs.metrics {
         return metrics_file::steps_until(path, setup.first_step);
     }
     let mut steps = reported_steps(report)?;

@@ -3,9 +3,11 @@
 use std::fmt::Write;
 
 use indicatif::HumanCount;
+use zero_optim::Masters;
 
 use super::setup::RunSetup;
 use crate::output::counted;
+use crate::settings::outputs::Output;
 use crate::settings::{optimizer, validation};
 
 /// The settings of the run.
@@ -179,7 +181,7 @@ fn memory(lines: &mut Lines, setup: &RunSetup) {
             "the output of GELU is recomputed in backward",
         );
     }
-    if record.offload.format.remainder && !record.offload.updates_on_host() {
+    if record.offload.format.masters == Masters::Remainder && !record.offload.updates_on_host() {
         lines.add("masters", "bf16 parameters and 16-bit remainders");
     }
     if record.offload.is_any() {
@@ -202,15 +204,9 @@ fn outputs(lines: &mut Lines, setup: &RunSetup) {
         let text = format!("{}, {every}at the end{keep}", dir.display());
         lines.add("checkpoints", &text);
     }
-    let paths = [
-        ("metrics", &setup.metrics),
-        ("csv", &setup.csv),
-        ("tensorboard", &setup.tensorboard),
-        ("report", &setup.report),
-    ];
-    for (name, path) in paths {
-        if let Some(path) = path {
-            lines.add(name, &path.display().to_string());
+    for output in Output::ALL {
+        if let Some(path) = setup.outputs.path(output) {
+            lines.add(output.name().0, &path.display().to_string());
         }
     }
 }

@@ -21,25 +21,20 @@ use crate::flags::check_seq_len;
 use crate::model_files;
 use crate::paths::absolute;
 use crate::plan;
-use crate::settings::activations::{
-    ActivationRecord, NO_MATMUL_TIMING, PARTITION_ACTIVATIONS, RECOMPUTE_GELU, SEQUENCE_PARALLEL,
-    SHARE_GPUS,
-};
 use crate::settings::agreement::{self, Unrecorded};
-use crate::settings::args::TrainArgs;
-use crate::settings::batch::{self, BatchRecord};
+use crate::settings::args::{MeshArgs, TrainArgs};
+use crate::settings::batch;
 use crate::settings::collectives::{self, Route};
-use crate::settings::communication::CommunicationRecord;
 use crate::settings::epochs::{self, Course};
-use crate::settings::mesh::{COLLECTIVES, MeshRecord, Shares};
+use crate::settings::mesh::{Shares, check_tensor_flags};
 use crate::settings::offload::resolve_folders;
-use crate::settings::record::{FORMAT, PROGRAM, RunRecord, new_run_id};
-use crate::settings::resolve::{
-    RunSources, raise_live_limit, recorded_dtype, settings, trim_bucket,
+use crate::settings::record::{
+    ActivationRecord, BatchRecord, CommunicationRecord, FORMAT, PROGRAM, RunRecord, SavingRecord,
+    new_run_id,
 };
-use crate::settings::row::Conditions;
+use crate::settings::resolve::{raise_live_limit, recorded_dtype, settings, trim_bucket};
 use crate::settings::samples::{self, Samples};
-use crate::settings::saving::{CHECK_REPLICAS, SavingRecord, requests_replica_checks};
+use crate::settings::sources::{Conditions, RunSources, Sources};
 use crate::settings::validation::{self, Rows, ValidationRecord};
 use crate::settings::{autos, unused_keys};
 
@@ -91,13 +86,14 @@ impl<'a> Parts<'a> {
     ) -> Result<Self, CliError> {
         let args = from.args;
         let ranks = run.ranks;
-        let shares = Shares::new(&from.without_sizes().part(|run| &run.mesh), ranks)?;
+        let all = from.settings().all;
+        let shares = Shares::new(&from.settings(), ranks)?;
         let batches = ranks / shares.ranks_of_batch();
         let model = ChosenModel::find(args, resumed, ranks, shares.tensor, notices)?;
         let sizes = Sizes::new(&from, &model, batches)?;
         let kept = resumed.and_then(|resumed| resumed.kept.as_deref());
         let mut data = ChosenData::open(&from, &model, kept, sizes.seq_len, notices)?;
-        sizes.check_data(args, &model, &data)?;
+        sizes.check_data(&all, &model, &data)?;
         let rows_of_step = sizes.batch.train_batch_size;
         let course = Course::new(&from, &data.training, rows_of_step, sizes.seq_len);
         data.training.begin_at(course.from);
@@ -109,8 +105,7 @@ impl<'a> Parts<'a> {
         notices.extend(course.notice(from.steps()));
         let mut settings = run_settings(&from, resumed, &model, &run, notices)?;
         settings.grad_accum_steps = sizes.grad_accum();
-        let requested = from.without_sizes().part(|run| &run.mesh);
-        let requested = requested.value(&COLLECTIVES);
+        let requested = args.mesh.collectives.unwrap_or_default();
         let route = collectives::route(requested, &settings.mesh, ranks, settings.node_ranks)?;
         settings.mesh.two_level = route.two_level;
         notices.extend(idle_flags(&from, &run, &settings));
@@ -126,14 +121,10 @@ impl<'a> Parts<'a> {
             notices,
         );
 
-        if args.recompute_gelu == Some(true) {
-            notices.extend(RECOMPUTE_GELU.idle_notice(&run));
-        }
-
         let saves_to = checkpoint_folder(args, notices)?;
         let rows = sizes.rows(batches);
-        let validation = validation::options(args, data.held_out.clone(), rows, from.steps())?;
-        let samples = samples(args, resumed, &model, &data)?;
+        let validation = validation::options(&all, data.held_out.clone(), rows, from.steps())?;
+        let samples = samples(&all, resumed, &model, &data)?;
         let model_files = match saves_to {
             Some(_) => Some(files_to_keep(resumed, &model, &data)?),
             None => None,
@@ -144,7 +135,7 @@ impl<'a> Parts<'a> {
         };
 
         Ok(Self {
-            saving: SavingRecord::of(&from.without_sizes().part(|run| &run.saving)),
+            saving: SavingRecord::of(&all),
             from,
             resumed,
             run,
@@ -198,16 +189,13 @@ impl<'a> Parts<'a> {
                 sequence_parallel: self.options.sequence_parallel,
             },
             communication: CommunicationRecord::of(&self.settings),
-            mesh: MeshRecord::of(&self.settings.mesh),
+            mesh: MeshArgs::of(&self.settings.mesh),
             offload: self.settings.offload.clone(),
             device: args.device,
             gpu: self.device.as_ref().map(|gpu| gpu.name.clone()),
             saving: self.saving.clone(),
             checkpoint_dir: self.saves_to.as_deref().map(absolute),
-            metrics: args.metrics.as_deref().map(absolute),
-            csv: args.csv.as_deref().map(absolute),
-            tensorboard: args.tensorboard.as_deref().map(absolute),
-            report: args.report.as_deref().map(absolute),
+            outputs: args.outputs.absolute(),
             validation,
             samples: self.samples.as_ref().map(|samples| samples.record.clone()),
             auto: BTreeMap::new(),
@@ -223,7 +211,8 @@ impl<'a> Parts<'a> {
 
     /// The settings that must be equal on all ranks.
     pub(crate) fn agreed(&self, record: &RunRecord) -> Result<RankSettings, CliError> {
-        let recompute_gelu = recompute_gelu_setting(&self.from).filter(|_| self.run.on_gpus);
+        let recompute_gelu = self.from.settings().all.recompute_gelu;
+        let recompute_gelu = recompute_gelu.filter(|_| self.run.on_gpus);
         let unrecorded = Unrecorded {
             settings: &self.settings,
             layout: &self.model.layout,
@@ -290,20 +279,40 @@ pub(crate) fn first_notices(
 
 /// Notes about flags without effect.
 fn idle_flags(from: &RunSources<'_>, run: &Conditions, settings: &Settings) -> Vec<String> {
-    let from_saving = from.without_sizes().part(|run| &run.saving);
-    let flags = [
+    let Sources {
+        flags, recorded, ..
+    } = from.settings();
+    let no_gpu = (!run.on_gpus).then_some("this run uses no GPU");
+    // Those that the recorded run did not have.
+    let compares = flags.check_replicas.is_some_and(|steps| steps > 0)
+        && flags.check_replicas != recorded.check_replicas;
+    let no_replicas = match (run.ranks, run.stage.shards_params()) {
+        (1, _) => Some("this run has one rank"),
+        (_, true) => Some("at stage 3 without groups each rank holds other parameters"),
+        _ => None,
+    };
+    let recomputed = run
+        .checkpointing
+        .then_some("checkpointed blocks are recomputed whole");
+
+    let reasons = [
         (
-            requests_replica_checks(&from_saving) && settings.mesh.shard_group.is_none(),
-            CHECK_REPLICAS.idle_notice(run),
+            compares && settings.mesh.shard_group.is_none(),
+            "--check-replicas",
+            no_replicas,
         ),
-        (from.args.share_gpus, SHARE_GPUS.idle_notice(run)),
+        (flags.share_gpus, "--share-gpus", no_gpu),
+        (flags.no_matmul_timing, "--no-matmul-timing", no_gpu),
         (
-            from.args.no_matmul_timing,
-            NO_MATMUL_TIMING.idle_notice(run),
+            flags.recompute_gelu == Some(true),
+            "--recompute-gelu",
+            no_gpu.or(recomputed),
         ),
     ];
-    let given = flags.into_iter().filter(|(is_given, _)| *is_given);
-    given.filter_map(|(_, notice)| notice).collect()
+    let given = reasons.into_iter().filter(|(is_given, ..)| *is_given);
+    given
+        .filter_map(|(_, flag, why)| Some(format!("{flag} has no effect: {}", why?)))
+        .collect()
 }
 
 /// The trainer's settings, but for the micro-batches of a step.
@@ -341,9 +350,11 @@ impl Sizes {
         batches: usize,
     ) -> Result<Self, CliError> {
         let config = &model.config;
-        let from_batch = from.without_sizes().part(|run| &run.batch);
-        let batch = batch::resolve(&from_batch, batches)?;
-        let seq_len = batch::seq_len(&from_batch, config.max_positions());
+        let settings = from.settings();
+        let keys = from.file.map(|file| file.batch).unwrap_or_default();
+        let batch = batch::resolve(&settings, keys, batches)?;
+        let seq_len = settings.all.seq_len;
+        let seq_len = seq_len.unwrap_or_else(|| batch::default_seq_len(config.max_positions()));
         check_seq_len(seq_len as u64, Some(config))?;
         Ok(Self { batch, seq_len })
     }
@@ -385,35 +396,24 @@ pub(super) fn model_options(
     settings: &Settings,
     on_gpus: bool,
 ) -> Result<ModelOptions, CliError> {
-    let from_activations = from.without_sizes().part(|run| &run.activations);
-    let given = from_activations.given(&PARTITION_ACTIVATIONS);
+    let all = from.settings().all;
     let tensor_ranks = settings.mesh.tensor_ranks.unwrap_or(1);
-    if tensor_ranks == 1 && from.args.partition_activations == Some(true) {
-        return Err(CliError::Usage(
-            "--partition-activations divides activations among the ranks of tensor parallelism: \
-             use --tensor-parallel M, too"
-                .to_owned(),
-        ));
-    }
-    if tensor_ranks == 1 && from.args.sequence_parallel == Some(true) {
-        return Err(CliError::Usage(
-            "--sequence-parallel divides tokens among the ranks of tensor parallelism: \
-             use --tensor-parallel M, too"
-                .to_owned(),
-        ));
-    }
-    // A recorded setting ends with tensor parallelism.
-    let sequence_parallel = tensor_ranks > 1 && from_activations.value(&SEQUENCE_PARALLEL);
-    // A key of the file does nothing without tensor parallelism, as in DeepSpeed.
-    let recorded = from_activations.recorded(&PARTITION_ACTIVATIONS);
-    let partition_activations = tensor_ranks > 1 && given.or(recorded).unwrap_or(false);
+    let flags = [from.args.partition_activations, from.args.sequence_parallel];
+    check_tensor_flags(
+        &settings.mesh,
+        flags.map(|flag| flag == Some(true)),
+        "ranks",
+    )?;
+    // A recorded setting ends with tensor parallelism, and a key of the file does nothing without
+    // it, as in DeepSpeed.
+    let with_tensor = |setting: Option<bool>| tensor_ranks > 1 && setting.unwrap_or(false);
     let options = ModelOptions {
         micro_batch: sizes.batch.micro_batch as usize,
         seq_len: sizes.seq_len,
         sequence_ranks: settings.mesh.sequence_ranks(),
         tensor_ranks,
-        partition_activations,
-        sequence_parallel,
+        partition_activations: with_tensor(all.partition_activations),
+        sequence_parallel: with_tensor(all.sequence_parallel),
         dtype: settings.dtype,
         activation_checkpointing: from.checkpoints_activations(),
         offload_activations: settings.offload.activations,
@@ -425,16 +425,6 @@ pub(super) fn model_options(
         model.config.check_on_gpu().map_err(CliError::usage)?;
     }
     Ok(options)
-}
-
-/// The setting of `--recompute-gelu`, if the run or the one that it resumes has it. A run on the
-/// host has none.
-fn recompute_gelu_setting(from: &RunSources<'_>) -> Option<bool> {
-    let mut from_activations = from.without_sizes().part(|run| &run.activations);
-    if from.recorded.is_some_and(|run| run.gpu.is_none()) {
-        from_activations.recorded = None;
-    }
-    from_activations.value(&RECOMPUTE_GELU)
 }
 
 /// Whether the run recomputes GELU's output in backward: only on a GPU, and by default only where
@@ -449,7 +439,7 @@ fn recomputes_gelu(
     notices: &mut Vec<String>,
 ) -> bool {
     let Some(gpu) = device else { return false };
-    if let Some(recompute) = recompute_gelu_setting(from) {
+    if let Some(recompute) = from.settings().all.recompute_gelu {
         return recompute && !options.activation_checkpointing;
     }
     let request = plan::Request::of_run(&model.config, options, settings, ranks, gpu.memory_bytes);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_ckpt::has_checkpoints;
-use zero_trainer::StepMetrics;
+use zero_trainer::{RunOptions, StepMetrics};
 
 use super::{aside, metrics_file};
 use crate::error::CliError;
@@ -111,33 +111,47 @@ const FILES: [&str; 6] = [
     "memory.svg",
 ];
 
-/// Checks that the run, which saves to `checkpoints`, may write its report to `dir`: it is no
-/// folder of checkpoints, and no file of a report is there, or they are the report of one of
-/// `runs`.
+/// Checks that a run may write its report to `dir`: it is no folder of checkpoints, and no file of a
+/// report is there, or they are the report of the run or of one that it resumed. Returns a note if
+/// the run, resumed at `first_step`, will move figures.
 ///
 /// # Errors
 /// Exit code 2; the folder stays as it is.
-pub(crate) fn check(dir: &Path, checkpoints: Option<&Path>, runs: &[&str]) -> Result<(), CliError> {
+pub(crate) fn check(
+    dir: &Path,
+    options: &RunOptions,
+    first_step: u64,
+) -> Result<Option<String>, CliError> {
     let dir_name = dir.display();
-    let saves_here = checkpoints.is_some_and(|checkpoints| absolute(checkpoints) == absolute(dir));
+    let usage =
+        |why: &str| CliError::Usage(format!("--report {dir_name}: {why}; name another folder"));
+    let checkpoints = options.checkpoint.as_ref();
+    let saves_here = checkpoints.is_some_and(|(folder, _)| absolute(folder) == absolute(dir));
     if saves_here || has_checkpoints(dir).map_err(CliError::usage)? {
-        return Err(CliError::Usage(format!(
-            "--report {dir_name}: the folder is for checkpoints; name another folder"
-        )));
+        return Err(usage("the folder is for checkpoints"));
     }
-    let Some(file) = FILES.iter().find(|name| dir.join(name).exists()) else {
-        return Ok(());
-    };
-    let run = report_run(dir).map_err(|why| {
-        CliError::Usage(format!("--report {dir_name}: {why}; name another folder"))
-    })?;
-    match run {
-        Some(run) if runs.contains(&run.as_str()) => Ok(()),
-        Some(run) => Err(CliError::Usage(format!(
-            "--report {dir_name}: the folder holds the report of another run ({run}); name another folder"
-        ))),
-        None => Err(CliError::Usage(format!(
-            "--report {dir_name}: the folder holds a file {file} that is not of a report; name another folder"
-        ))),
+
+    if let Some(file) = FILES.iter().find(|name| dir.join(name).exists()) {
+        match report_run(dir).map_err(|why| usage(&why))? {
+            Some(run) if options.runs().contains(&run.as_str()) => {}
+            Some(run) => {
+                return Err(usage(&format!(
+                    "the folder holds the report of another run ({run})"
+                )));
+            }
+            None => {
+                return Err(usage(&format!(
+                    "the folder holds a file {file} that is not of a report"
+                )));
+            }
+        }
     }
+
+    let aside = aside(dir, first_step)?;
+    Ok(aside.map(|aside| {
+        format!(
+            "{dir_name}: figures of steps after {first_step} to be moved to {}",
+            aside.display()
+        )
+    }))
 }

@@ -29,11 +29,11 @@ use crate::error::CliError;
 use crate::flags::DTypeFlag;
 use crate::model_files::recorded_folder;
 use crate::paths::absolute;
-use crate::settings::args::Output;
 use crate::settings::args::{DeviceChoice, TrainArgs};
 use crate::settings::changes;
+use crate::settings::outputs::Output;
 use crate::settings::record::{PROGRAM, RUN_JSON, RunRecord, new_run_id};
-use crate::settings::row::Saved;
+use crate::settings::sources::Saved;
 use zero_models::ModelConfig;
 use zero_models::hf::kept_files;
 use zero_trainer::{Home, OffloadSettings, TrainerState};
@@ -261,19 +261,15 @@ impl Resumed {
         );
 
         for output in Output::ALL {
-            let Some(old) = self
-                .record
-                .as_ref()
-                .and_then(|record| record.output(output))
-            else {
+            let recorded = self.record.as_ref();
+            let Some(old) = recorded.and_then(|record| record.outputs.path(output)) else {
                 continue;
             };
-            if now.output(output).is_none() {
+            if now.outputs.path(output).is_none() {
                 let (what, flag) = output.name();
-                let why = self
-                    .check_output(output, &now.run)
-                    .err()
-                    .unwrap_or_else(|| "it was in use".to_owned());
+                let old = old.display();
+                let why = self.check_output(output, &now.run).err();
+                let why = why.unwrap_or_else(|| "it was in use".to_owned());
                 notices.push(format!(
                     "no {what}: the resumed run wrote {old}, but {why}; pass {flag}"
                 ));
@@ -283,8 +279,8 @@ impl Resumed {
         notices
     }
 
-    /// The flags of a run that resumes: `args`, and the recorded settings that no configuration
-    /// file overrides.
+    /// The flags of a run that resumes: `args`, and the recorded places and ranks that no
+    /// configuration file overrides.
     pub(crate) fn fill(&self, args: &TrainArgs) -> TrainArgs {
         let record = self.record.as_ref();
         let mut filled = args.clone();
@@ -300,14 +296,6 @@ impl Resumed {
         let Some(record) = record else { return filled };
         filled.recorded_ranks = Some(record.batch.ranks);
         self.fill_outputs(record, &mut filled);
-        record
-            .validation
-            .iter()
-            .for_each(|validation| validation.fill(&mut filled));
-        record
-            .samples
-            .iter()
-            .for_each(|samples| samples.fill(&mut filled));
         // A run that used a GPU may continue on a machine without one.
         if args.device == DeviceChoice::Auto && record.device == DeviceChoice::Cpu {
             filled.device = DeviceChoice::Cpu;
@@ -320,13 +308,11 @@ impl Resumed {
         let folder = args.checkpoint.as_deref().filter(|_| !args.no_checkpoint);
         let run = self.run_ids(folder).0;
         for output in Output::ALL {
-            let Some(path) = record.output(output) else {
+            let Some(path) = record.outputs.path(output) else {
                 continue;
             };
-            let is_free = output.of_args(args).is_none();
-            if is_free && self.check_output(output, &run).is_ok() {
-                *output.of_args(args) = Some(PathBuf::from(path));
-                args.recorded_outputs.push(output);
+            if args.outputs.path(output).is_none() && self.check_output(output, &run).is_ok() {
+                args.outputs.continue_recorded(output, path);
             }
         }
     }
@@ -343,7 +329,7 @@ impl Resumed {
         let Some(record) = &self.record else {
             return Ok(());
         };
-        let Some(path) = record.output(output).map(Path::new) else {
+        let Some(path) = record.outputs.path(output) else {
             return Ok(());
         };
         if run != record.run {
@@ -458,7 +444,7 @@ impl Resumed {
             let (own, config): (serde_json::Value, _) = (json(own), json(&config));
             // They matter to generation only, and older versions recorded others.
             let skips = |key: &str| ["bos_token_id", "eos_token_id"].contains(&key);
-            changes::compare("", &own, &config, &skips, &mut differences);
+            differences = changes::differences(&own, &config, &skips);
         }
 
         if differences.is_empty() {

@@ -9,7 +9,6 @@ use std::path::Path;
 use rustix::fs::statvfs;
 use zero_ckpt::{count_checkpoints, staged_saves};
 use zero_models::ModelConfig;
-use zero_optim::StateKind;
 use zero_trainer::RunOptions;
 
 use super::save_folder;
@@ -28,10 +27,15 @@ pub(crate) struct Saves {
 }
 
 impl Saves {
-    /// The saves after `first_step`.
-    pub(crate) fn of(options: &RunOptions, first_step: u64, model: &ModelConfig) -> Self {
+    /// The saves after `first_step`, of `states` values a parameter.
+    pub(crate) fn of(
+        options: &RunOptions,
+        first_step: u64,
+        model: &ModelConfig,
+        states: usize,
+    ) -> Self {
         let every = options.checkpoint.as_ref().map_or(0, |(_, every)| *every);
-        let state_bytes = (StateKind::ALL.len() * size_of::<f32>()) as u64;
+        let state_bytes = (states * size_of::<f32>()) as u64;
         // The best checkpoint is kept beside the newest ones, and may be of a step between them.
         let validates_between = options.validation.as_ref().is_some_and(|v| v.every > 0);
         let best = u64::from(validates_between);
@@ -190,17 +194,17 @@ mod tests {
             resume: Some(PathBuf::from("b")),
             ..RunOptions::default()
         };
-        let run = Saves::of(&options(9, Some(2)), 3, &model);
+        let run = Saves::of(&options(9, Some(2)), 3, &model, 3);
         let bytes = 12 * model.parameter_count();
         assert_eq!((run.checkpoint_bytes, run.count), (bytes, 4));
         assert_eq!(run.at_once, Some(3));
         // No step runs, and the state goes to another folder.
-        assert_eq!(Saves::of(&options(3, None), 3, &model).count, 1);
+        assert_eq!(Saves::of(&options(3, None), 3, &model, 3).count, 1);
         let in_place = RunOptions {
             resume: Some(PathBuf::from("a")),
             ..options(3, None)
         };
-        assert_eq!(Saves::of(&in_place, 3, &model).count, 0);
+        assert_eq!(Saves::of(&in_place, 3, &model, 3).count, 0);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use zero_ckpt::{CkptError, StoreOptions, has_checkpoints};
-use zero_comm::nccl::Ranks;
+use zero_comm::world::Ranks;
 
 use crate::error::CliError;
 

@@ -1,6 +1,5 @@
 //! A run that is ready to start. Everything is checked before a rank starts.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use zero_alloc::device::Device;
@@ -21,15 +20,13 @@ use crate::config::DsConfig;
 use crate::error::CliError;
 use crate::memory::{self, RunMemory};
 use crate::paths::absolute;
-use crate::settings::args::Output;
 use crate::settings::args::TrainArgs;
 use crate::settings::collectives::Route;
 use crate::settings::mesh::Shares;
-use crate::settings::outputs;
+use crate::settings::outputs::{Output, OutputPaths};
 use crate::settings::record::{RUN_JSON, RunRecord};
-use crate::settings::resolve::RunSources;
-use crate::settings::row::Conditions;
 use crate::settings::samples::Samples;
+use crate::settings::sources::RunSources;
 use crate::workload::{ModelWorkload, Weights};
 
 /// The settings of a run that is ready to start.
@@ -52,12 +49,7 @@ pub(crate) struct RunSetup {
     pub(crate) first_step: u64,
     /// The checkpoint that the run resumes.
     checkpoint: Option<Arc<Reader>>,
-    pub(crate) metrics: Option<PathBuf>,
-    pub(crate) csv: Option<PathBuf>,
-    pub(crate) tensorboard: Option<PathBuf>,
-    pub(crate) report: Option<PathBuf>,
-    /// The outputs that are those of the resumed run, and no flag's.
-    pub(crate) recorded_outputs: Vec<Output>,
+    pub(crate) outputs: OutputPaths,
     /// Turns samples into text.
     pub(crate) samples: Option<Samples>,
     /// Notes for the user, one line each.
@@ -81,7 +73,11 @@ impl RunSetup {
         let file = args.config.as_deref().map(DsConfig::open);
         let file = file.transpose().map_err(CliError::usage)?;
         checks::monitors(file.as_ref())?;
-        let args = &outputs::with_file(args, file.as_ref());
+        let mut args = args.clone();
+        if let Some(file) = &file {
+            args.outputs = args.outputs.with_file(file);
+        }
+        let args = &args;
         let from = RunSources {
             args,
             file: file.as_ref(),
@@ -99,16 +95,9 @@ impl RunSetup {
             ..from
         };
 
-        let run = Conditions {
-            ranks,
-            stage: from.stage()?,
-            on_gpus: device.is_some(),
-            checkpointing: from.checkpoints_activations(),
-            offloads: false,
-            shares_batches: false,
-        };
+        let run = from.conditions(ranks, from.stage()?, device.is_some());
 
-        let shares = Shares::new(&from.without_sizes().part(|run| &run.mesh), ranks)?;
+        let shares = Shares::new(&from.settings(), ranks)?;
         let cuts = shares.tensor > 1;
         let mut notices = parts::first_notices(from.file, resumed, run.stage, cuts);
         notices.extend(auto_stage.map(|auto| auto.why));
@@ -156,7 +145,7 @@ impl RunSetup {
             documents: [(RUN_JSON.to_owned(), record.document())].into(),
             model_files: parts.model_files,
             breakdown,
-            log_memory: breakdown || args.report.is_some(),
+            log_memory: breakdown || args.outputs.report.is_some(),
         };
 
         let workload = ModelWorkload {
@@ -183,11 +172,7 @@ impl RunSetup {
             route: parts.route,
             first_step: parts.resumed.map_or(0, Resumed::step),
             checkpoint: parts.resumed.map(Resumed::reader),
-            metrics: args.metrics.clone(),
-            csv: args.csv.clone(),
-            tensorboard: args.tensorboard.clone(),
-            report: args.report.clone(),
-            recorded_outputs: args.recorded_outputs.clone(),
+            outputs: args.outputs.clone(),
             samples: parts.samples,
             notices,
         }
@@ -259,36 +244,26 @@ impl RunSetup {
     fn check_outputs(&mut self) -> Result<(), CliError> {
         if let Some((dir, _)) = &self.options.checkpoint {
             save_folder::check(dir, &self.options.store())?;
-            let saves = Saves::of(&self.options, self.first_step, &self.workload.config);
+            let states = self.settings.optimizer_state().kinds().count();
+            let model = &self.workload.config;
+            let saves = Saves::of(&self.options, self.first_step, model, states);
             self.notices.extend(room::check(dir, &saves)?);
         }
-        if let Some(path) = &self.metrics {
-            let notices = line_file::check::<MetricsLines>(path, &self.options, self.first_step)?;
+        for output in Output::ALL {
+            let Some(path) = self.outputs.path(output) else {
+                continue;
+            };
+            let (options, first) = (&self.options, self.first_step);
+            let notices = match output {
+                Output::Metrics => line_file::check::<MetricsLines>(path, options, first)?,
+                Output::Csv => line_file::check::<CsvLines>(path, options, first)?,
+                Output::Tensorboard => event_files::check(path, options, first)?,
+                Output::Report => {
+                    let note = report_folder::check(path, options, first)?;
+                    note.into_iter().collect()
+                }
+            };
             self.notices.extend(notices);
-        }
-        if let Some(path) = &self.csv {
-            let notices = line_file::check::<CsvLines>(path, &self.options, self.first_step)?;
-            self.notices.extend(notices);
-        }
-        if let Some(dir) = &self.tensorboard {
-            let notices = event_files::check(dir, &self.options, self.first_step)?;
-            self.notices.extend(notices);
-        }
-        if let Some(dir) = &self.report {
-            let checkpoints = self
-                .options
-                .checkpoint
-                .as_ref()
-                .map(|(dir, _)| dir.as_path());
-            report_folder::check(dir, checkpoints, &self.options.runs())?;
-            if let Some(aside) = report_folder::aside(dir, self.first_step)? {
-                self.notices.push(format!(
-                    "{}: figures of steps after {} to be moved to {}",
-                    dir.display(),
-                    self.first_step,
-                    aside.display()
-                ));
-            }
         }
         Ok(())
     }
@@ -303,6 +278,6 @@ impl RunSetup {
     /// Whether to record a timeline: always on the host, where it costs nothing, and on a GPU for a
     /// report or a breakdown.
     pub(crate) fn is_recorded(&self) -> bool {
-        self.device.is_none() || self.report.is_some() || self.options.breakdown
+        self.device.is_none() || self.outputs.report.is_some() || self.options.breakdown
     }
 }

@@ -182,212 +182,105 @@ impl Run {
 
 const COMMON: [&str; 2] = ["--no-checkpoint", "--threads=1"];
 
-/// A change on one rank.
+/// Changes on one rank: the data that they need, flags that are added or what happens to a file, and
+/// what the error names. `flip` inverts a bit where a text stands last or, without one, of the first
+/// byte; `swap` exchanges two tensors of equal shape.
+const CHANGES: &str = "\
+tokens | --lr 0.01                      | : --lr (optimizer.lr) is
+text   | --seed 1                       | : --seed (seed) is
+tokens | --weight-decay 0.5             | : --weight-decay (optimizer.hyper.weight_decay) is
+text   | --clip 0.5                     | : --clip (optimizer.max_grad_norm) is
+tokens | --betas 0.8,0.999              | : --betas (optimizer.hyper.beta1) is
+tokens | --betas 0.9,0.99               | : --betas (optimizer.hyper.beta2) is
+tokens | --eps 1e-6                     | : --eps (optimizer.hyper.eps) is
+tokens | --stage 0                      | : --stage (stage) is
+text   | --stage 1                      | : --stage (stage) is
+tokens | --dtype bf16                   | : --dtype (dtype) is
+text   | --dtype fp16                   | : --dtype (dtype) is
+tokens | --steps 3                      | : --steps (steps) is
+tokens | --micro-batch 2                | : --micro-batch (batch.micro_batch) is
+text   | --grad-accum 3                 | : --grad-accum (batch.grad_accum) is
+tokens | --seq-len 16                   | : --seq-len (batch.seq_len) is
+tokens | --activation-checkpointing     | : --activation-checkpointing (activation_checkpointing) is
+tokens | --bucket-elems 4096            | : --bucket-elems (communication.bucket_elems) is
+text   | --no-overlap                   | : --no-overlap (communication.overlap) is
+tokens | --reduce-every-micro-batch     | : --reduce-every-micro-batch (communication.sums_locally) is
+tokens | --no-decay-1d                  | --no-decay-1d (param_groups.no_decay_1d) is
+text   | --warmup-steps 1               | --warmup-steps, --min-lr or --decay-steps (optimizer.schedule.
+tokens | --schedule cosine              | : --schedule, --warmup-steps,
+tokens | --offload cpu                  | : --offload (offload.optimizer) is
+text   | --masters remainder            | : --masters (offload.format.remainder) is
+tokens | --moments bf16                 | : --moments (offload.format.bf16_moments) is
+tokens | --check-replicas 1             | : --check-replicas (check_replicas) is
+tokens | --val-data tokens.bin          | : --val-data (validation.fingerprint) is
+text   | swap                           | : --model (checksum of the weights) is
+text   | --val-split 0.2                | : --val-split (validation.split) is
+text   | --model nano                   | : --model (model.config.
+text   | --ranks 9                      | --ranks 9: mpirun started
+text   | --resume model                 | : --resume is
+text   | --memory-limit 1KiB            | the limit of --memory-limit has 1.00 KiB free
+tokens | flip tokens.bin                | : --data (data.fingerprint) is
+text   | flip text/a.txt long           | : --data (data.fingerprint) is
+tokens | flip model/model.safetensors = | : --model (checksum of the weights) is
+text   | flip model/config.json 5,      | : --model (model.config.layer_norm_epsilon) is
+text   | flip tokenizer.json ~          | : --tokenizer (data.tokenizer) is
+tokens | flip ds.json 1}                | : --lr (optimizer.lr) is
+text   | remove model                   | the folder does not exist
+";
+
+/// A row of [`CHANGES`].
 #[derive(Clone, Copy, Debug)]
-enum Change {
-    /// Flags that are added.
-    Flags(&'static [&'static str]),
-    /// A byte of a file, in the last place of a text or, if that is empty, the first.
-    Byte(&'static str, &'static str),
-    /// Two tensors of equal shape change places.
-    Swapped,
-    /// A folder that is missing.
-    Missing(&'static str),
+struct Change {
+    data: Data,
+    how: &'static str,
+    error: &'static str,
 }
 
-use Change::{Byte, Flags, Missing, Swapped};
+impl Change {
+    fn all() -> Vec<Self> {
+        let rows = CHANGES.lines().map(|row| {
+            let [data, how, error] = row
+                .splitn(3, '|')
+                .map(str::trim)
+                .collect::<Vec<_>>()
+                .try_into()
+                .unwrap();
+            let data = match data {
+                "text" => Data::Text,
+                _ => Data::Tokens,
+            };
+            Self { data, how, error }
+        });
+        rows.collect()
+    }
 
-/// Changes, with the data that they need and what the error names.
-const CHANGES: &[(Change, Data, &str)] = &[
-    (
-        Flags(&["--lr", "0.01"]),
-        Data::Tokens,
-        ": --lr (optimizer.lr) is ",
-    ),
-    (Flags(&["--seed", "1"]), Data::Text, ": --seed (seed) is "),
-    (
-        Flags(&["--weight-decay", "0.5"]),
-        Data::Tokens,
-        ": --weight-decay (optimizer.hyper.weight_decay) is ",
-    ),
-    (
-        Flags(&["--clip", "0.5"]),
-        Data::Text,
-        ": --clip (optimizer.max_grad_norm) is ",
-    ),
-    (
-        Flags(&["--betas", "0.8,0.999"]),
-        Data::Tokens,
-        ": --betas (optimizer.hyper.beta1) is ",
-    ),
-    (
-        Flags(&["--betas", "0.9,0.99"]),
-        Data::Tokens,
-        ": --betas (optimizer.hyper.beta2) is ",
-    ),
-    (
-        Flags(&["--eps", "1e-6"]),
-        Data::Tokens,
-        ": --eps (optimizer.hyper.eps) is ",
-    ),
-    (
-        Flags(&["--stage", "0"]),
-        Data::Tokens,
-        ": --stage (stage) is ",
-    ),
-    (
-        Flags(&["--stage", "1"]),
-        Data::Text,
-        ": --stage (stage) is ",
-    ),
-    (
-        Flags(&["--dtype", "bf16"]),
-        Data::Tokens,
-        ": --dtype (dtype) is ",
-    ),
-    (
-        Flags(&["--dtype", "fp16"]),
-        Data::Text,
-        ": --dtype (dtype) is ",
-    ),
-    (
-        Flags(&["--steps", "3"]),
-        Data::Tokens,
-        ": --steps (steps) is ",
-    ),
-    (
-        Flags(&["--micro-batch", "2"]),
-        Data::Tokens,
-        ": --micro-batch (batch.micro_batch) is ",
-    ),
-    (
-        Flags(&["--grad-accum", "3"]),
-        Data::Text,
-        ": --grad-accum (batch.grad_accum) is ",
-    ),
-    (
-        Flags(&["--seq-len", "16"]),
-        Data::Tokens,
-        ": --seq-len (batch.seq_len) is ",
-    ),
-    (
-        Flags(&["--activation-checkpointing"]),
-        Data::Tokens,
-        ": --activation-checkpointing (activation_checkpointing) is ",
-    ),
-    (
-        Flags(&["--bucket-elems", "4096"]),
-        Data::Tokens,
-        ": --bucket-elems (communication.bucket_elems) is ",
-    ),
-    (
-        Flags(&["--no-overlap"]),
-        Data::Text,
-        ": --no-overlap (communication.overlap) is ",
-    ),
-    (
-        Flags(&["--reduce-every-micro-batch"]),
-        Data::Tokens,
-        ": --reduce-every-micro-batch (communication.sums_locally) is ",
-    ),
-    (
-        Flags(&["--no-decay-1d"]),
-        Data::Tokens,
-        "--no-decay-1d (param_groups.no_decay_1d) is ",
-    ),
-    (
-        Flags(&["--warmup-steps", "1"]),
-        Data::Text,
-        "--warmup-steps, --min-lr or --decay-steps (optimizer.schedule.",
-    ),
-    (
-        Flags(&["--schedule", "cosine"]),
-        Data::Tokens,
-        ": --schedule, --warmup-steps,",
-    ),
-    (
-        Flags(&["--offload", "cpu"]),
-        Data::Tokens,
-        ": --offload (offload.optimizer) is ",
-    ),
-    (
-        Flags(&["--masters", "remainder"]),
-        Data::Text,
-        ": --masters (offload.format.remainder) is ",
-    ),
-    (
-        Flags(&["--moments", "bf16"]),
-        Data::Tokens,
-        ": --moments (offload.format.bf16_moments) is ",
-    ),
-    (
-        Flags(&["--check-replicas", "1"]),
-        Data::Tokens,
-        ": --check-replicas (check_replicas) is ",
-    ),
-    (
-        Flags(&["--val-data", "tokens.bin"]),
-        Data::Tokens,
-        ": --val-data (validation.fingerprint) is ",
-    ),
-    (
-        Swapped,
-        Data::Text,
-        ": --model (checksum of the weights) is ",
-    ),
-    (
-        Flags(&["--val-split", "0.2"]),
-        Data::Text,
-        ": --val-split (validation.split) is ",
-    ),
-    (
-        Flags(&["--model", "nano"]),
-        Data::Text,
-        ": --model (model.config.",
-    ),
-    (
-        Flags(&["--ranks", "9"]),
-        Data::Text,
-        "--ranks 9: mpirun started ",
-    ),
-    (Flags(&["--resume", "model"]), Data::Text, ": --resume is "),
-    (
-        Flags(&["--memory-limit", "1KiB"]),
-        Data::Text,
-        "the limit of --memory-limit has 1.00 KiB free",
-    ),
-    (
-        Byte("tokens.bin", ""),
-        Data::Tokens,
-        ": --data (data.fingerprint) is ",
-    ),
-    (
-        Byte("text/a.txt", "long"),
-        Data::Text,
-        ": --data (data.fingerprint) is ",
-    ),
-    (
-        Byte("model/model.safetensors", "\u{3d}"),
-        Data::Tokens,
-        ": --model (checksum of the weights) is ",
-    ),
-    (
-        Byte("model/config.json", "5,"),
-        Data::Text,
-        ": --model (model.config.layer_norm_epsilon) is ",
-    ),
-    (
-        Byte("tokenizer.json", "~"),
-        Data::Text,
-        ": --tokenizer (data.tokenizer) is ",
-    ),
-    (
-        Byte("ds.json", "1}"),
-        Data::Tokens,
-        ": --lr (optimizer.lr) is ",
-    ),
-    (Missing("model"), Data::Text, "the folder does not exist"),
-];
+    /// The flags of all ranks under which the change acts.
+    fn common(self) -> Vec<&'static str> {
+        let words: Vec<_> = self.how.split(' ').collect();
+        let more: &[&str] = match words[..] {
+            ["flip", "ds.json", ..] => &["--config", "ds.json"],
+            ["flip", "tokenizer.json", ..] => &["--tokenizer", "tokenizer.json"],
+            ["--masters", ..] => &["--dtype", "bf16"],
+            ["--moments", ..] => &["--offload", "cpu"],
+            ["--check-replicas", ..] => &["--stage", "2"],
+            ["--reduce-every-micro-batch"] => &["--stage", "1", "--grad-accum", "2"],
+            _ => &[],
+        };
+        [&COMMON, more].concat()
+    }
+
+    /// Makes the change on a rank.
+    fn make(self, machine: &Machine, flags: &mut Vec<String>) {
+        let words: Vec<_> = self.how.split(' ').collect();
+        match words[..] {
+            ["flip", name] => machine.flip(name, ""),
+            ["flip", name, text] => machine.flip(name, text),
+            ["swap"] => machine.swap_blocks(),
+            ["remove", name] => fs::remove_dir_all(machine.path(name)).unwrap(),
+            _ => set(flags, &words),
+        }
+    }
+}
 
 /// One of `n` numbers, by the seed of a run and the place of the choice.
 fn choose(seed: u64, place: u64, n: usize) -> usize {
@@ -397,33 +290,14 @@ fn choose(seed: u64, place: u64, n: usize) -> usize {
     (((mixed ^ (mixed >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 33) % n as u64) as usize
 }
 
-/// The flags of all ranks under which a change acts.
-fn common(change: Change) -> Vec<&'static str> {
-    let more: &[&str] = match change {
-        Byte("ds.json", _) => &["--config", "ds.json"],
-        Byte("tokenizer.json", _) => &["--tokenizer", "tokenizer.json"],
-        Flags(["--masters", ..]) => &["--dtype", "bf16"],
-        Flags(["--moments", ..]) => &["--offload", "cpu"],
-        Flags(["--check-replicas", ..]) => &["--stage", "2"],
-        Flags(["--reduce-every-micro-batch"]) => &["--stage", "1", "--grad-accum", "2"],
-        _ => &[],
-    };
-    [&COMMON, more].concat()
-}
-
 /// Starts a run with `change` on one of `ranks` ranks.
-fn is_refused(seed: u64, ranks: usize, rank: usize, (change, data, error): (Change, Data, &str)) {
-    let mut run = Run::new(ranks, seed, data, &common(change));
-    let machine = &run.machines[rank];
-    match change {
-        Flags(flags) => set(&mut run.flags[rank], flags),
-        Byte(name, text) => machine.flip(name, text),
-        Swapped => machine.swap_blocks(),
-        Missing(name) => fs::remove_dir_all(machine.path(name)).unwrap(),
-    }
+fn is_refused(seed: u64, ranks: usize, rank: usize, change: Change) {
+    let error = change.error;
+    let mut run = Run::new(ranks, seed, change.data, &change.common());
+    change.make(&run.machines[rank], &mut run.flags[rank]);
 
     // Of two ranks, rank 0 is right, unless rank 1 is the one that cannot start.
-    let fails = matches!(change, Missing(_))
+    let fails = change.how.starts_with("remove")
         || error.starts_with("--ranks")
         || error.starts_with("the limit");
     let named = if ranks == 2 && !fails { 1 } else { rank };
@@ -462,15 +336,16 @@ fn ranks_that_differ_are_refused_before_the_first_step() {
         return;
     }
     let runs: u64 = std::env::var("ZERO_AGREEMENT_RUNS").map_or(8, |runs| runs.parse().unwrap());
+    let changes = Change::all();
     for seed in 0..runs {
         let ranks = 2 + choose(seed, 0, 3);
         let rank = choose(seed, 1, ranks);
-        let kind = match (seed as usize) < CHANGES.len() {
+        let kind = match (seed as usize) < changes.len() {
             // 7 has no factor in common with their number.
-            true => seed as usize * 7 % CHANGES.len(),
-            false => choose(seed, 2, CHANGES.len()),
+            true => seed as usize * 7 % changes.len(),
+            false => choose(seed, 2, changes.len()),
         };
-        is_refused(seed, ranks, rank, CHANGES[kind]);
+        is_refused(seed, ranks, rank, changes[kind]);
     }
 }
 
@@ -480,34 +355,15 @@ fn equal_settings_in_other_places_are_accepted() {
     if !has_mpirun() {
         return;
     }
+    let replicas = "--val-split 0.2 --stage 2 --check-replicas 1";
+    let tokenizer = "--tokenizer tokenizer.json --stage 0 --dtype bf16";
     for (ranks, data, more) in [
-        (2, Data::Tokens, &["--config", "ds.json"][..]),
-        (
-            3,
-            Data::Text,
-            &[
-                "--val-split",
-                "0.2",
-                "--stage",
-                "2",
-                "--check-replicas",
-                "1",
-            ][..],
-        ),
-        (
-            4,
-            Data::Text,
-            &[
-                "--tokenizer",
-                "tokenizer.json",
-                "--stage",
-                "0",
-                "--dtype",
-                "bf16",
-            ][..],
-        ),
+        (2, Data::Tokens, "--config ds.json"),
+        (3, Data::Text, replicas),
+        (4, Data::Text, tokenizer),
     ] {
-        let run = Run::new(ranks, 5, data, &[&COMMON, more].concat());
+        let more: Vec<_> = more.split(' ').collect();
+        let run = Run::new(ranks, 5, data, &[&COMMON, &more[..]].concat());
         let output = run.start();
         assert!(
             output.status.success(),

@@ -4,39 +4,21 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{fails, run_tiny, succeeds, temp};
+use crate::support::{fails, lines, run_flags, succeeds, temp};
 
 /// Trains on one rank with the configuration `text` and the flags `more`.
-fn run(dir: &Path, text: &str, more: &[&str]) -> std::process::Output {
+fn run(dir: &Path, text: &str, more: &str) -> std::process::Output {
     std::fs::write(dir.join("ds.json"), text).unwrap();
-    let fixed = [
-        "--config",
-        "ds.json",
-        "--ranks",
-        "1",
-        "--seq-len",
-        "8",
-        "--threads",
-        "1",
-        "--checkpoint",
-        "saved",
-    ];
     let _ = std::fs::remove_dir_all(dir.join("saved"));
-    run_tiny(dir, &[&fixed, more].concat())
+    let fixed = "--config ds.json --ranks 1 --seq-len 8 --threads 1 --checkpoint saved";
+    run_flags(dir, &format!("{fixed} {more}"))
 }
 
 /// The steps of a run that must succeed, and its output.
-fn steps(dir: &Path, text: &str, more: &[&str]) -> (Vec<Value>, String) {
+fn steps(dir: &Path, text: &str, more: &str) -> (Vec<Value>, String) {
     let _ = std::fs::remove_file(dir.join("metrics"));
-    let out = succeeds(&run(dir, text, &[&["--metrics", "metrics"], more].concat()));
-    let lines = std::fs::read_to_string(dir.join("metrics")).unwrap();
-    (
-        lines
-            .lines()
-            .map(|line| serde_json::from_str(line).unwrap())
-            .collect(),
-        out,
-    )
+    let out = succeeds(&run(dir, text, &format!("--metrics metrics {more}")));
+    (lines(&dir.join("metrics")), out)
 }
 
 fn figures(steps: &[Value], key: &str) -> Vec<f64> {
@@ -90,7 +72,8 @@ fn assert_autos(out: &str, expected: &[&str]) {
 #[test]
 fn auto_is_resolved_as_by_hugging_face() {
     let dir = temp();
-    let (run, out) = steps(dir.path(), AUTO, &["--steps", "5"]);
+    let dir = dir.path();
+    let (run, out) = steps(dir, AUTO, "--steps 5");
     // The model has 64 channels. The warm-up has DeepSpeed's least 2 steps: rates 0, 0, lr; then to
     // 0 at step 5.
     assert_autos(
@@ -122,21 +105,9 @@ fn auto_is_resolved_as_by_hugging_face() {
         "two steps of warm-up",
     );
 
-    let flags = [
-        "--steps",
-        "4",
-        "--lr",
-        "3e-3",
-        "--warmup-steps",
-        "3",
-        "--clip",
-        "0.5",
-        "--weight-decay",
-        "0.2",
-    ];
-
-    let more = ["--betas", "0.8,0.95", "--eps", "1e-6", "--grad-accum", "2"];
-    let (run, out) = steps(dir.path(), AUTO, &[&flags[..], &more].concat());
+    let flags = "--steps 4 --lr 3e-3 --warmup-steps 3 --clip 0.5 --weight-decay 0.2 --betas 0.8,0.95 \
+                 --eps 1e-6 --grad-accum 2";
+    let (run, out) = steps(dir, AUTO, flags);
     assert_autos(
         &out,
         &[
@@ -164,22 +135,23 @@ fn auto_is_resolved_as_by_hugging_face() {
 #[test]
 fn auto_precision_is_that_of_the_flag() {
     let dir = temp();
-    let (run, out) = steps(dir.path(), AUTO, &["--dtype", "fp16", "--steps", "1"]);
+    let dir = dir.path();
+    let (run, out) = steps(dir, AUTO, "--dtype fp16 --steps 1");
     assert_autos(&out, &["fp16.enabled true", "bf16.enabled false"]);
     assert_eq!(
         figures(&run, "loss_scale"),
         [4096.0],
         "initial_scale_power 12"
     );
-    let (_, out) = steps(dir.path(), AUTO, &["--dtype", "bf16", "--steps", "1"]);
+    let (_, out) = steps(dir, AUTO, "--dtype bf16 --steps 1");
     assert_autos(&out, &["fp16.enabled false", "bf16.enabled true"]);
     assert!(out.contains("parameters in bf16"), "{out}");
     // The flag wins over both blocks.
     let text = r#"{"bf16": {"enabled": true}, "fp16": {"enabled": false, "loss_scale": 128}}"#;
-    let (run, _) = steps(dir.path(), text, &["--dtype", "fp16", "--steps", "1"]);
+    let (run, _) = steps(dir, text, "--dtype fp16 --steps 1");
     assert_eq!(figures(&run, "loss_scale"), [128.0]);
     let text = r#"{"bf16": {"enabled": true}, "communication_data_type": "bf16"}"#;
-    let (_, out) = steps(dir.path(), text, &["--dtype", "fp32", "--steps", "1"]);
+    let (_, out) = steps(dir, text, "--dtype fp32 --steps 1");
     assert!(
         out.contains("note: communication_data_type bf16 is ignored: it is fp32"),
         "{out}"
@@ -190,48 +162,28 @@ fn auto_precision_is_that_of_the_flag() {
 #[test]
 fn resume_keeps_the_resolved_schedule() {
     let dir = temp();
-    let rates = |more: &[&str], metrics: &str| {
-        let fixed = [
-            "--ranks",
-            "1",
-            "--seq-len",
-            "8",
-            "--threads",
-            "1",
-            "--checkpoint",
-            "a",
-            "--metrics",
-            metrics,
-        ];
-        succeeds(&run_tiny(dir.path(), &[&fixed, more].concat()));
-        let lines = std::fs::read_to_string(dir.path().join(metrics)).unwrap();
-        lines
-            .lines()
-            .map(|l| {
-                serde_json::from_str::<Value>(l).unwrap()["lr"]
-                    .as_f64()
-                    .unwrap()
-            })
-            .collect::<Vec<_>>()
+    let dir = dir.path();
+    let rates = |more: &str, metrics: &str| {
+        let fixed = "--config ds.json --ranks 1 --seq-len 8 --threads 1 --checkpoint a";
+        succeeds(&run_flags(
+            dir,
+            &format!("{fixed} --metrics {metrics} {more}"),
+        ));
+        figures(&lines(&dir.join(metrics)), "lr")
     };
 
-    std::fs::write(dir.path().join("ds.json"), AUTO).unwrap();
-    let first = rates(
-        &["--config", "ds.json", "--steps", "4", "--lr", "2e-3"],
-        "first",
-    );
+    std::fs::write(dir.join("ds.json"), AUTO).unwrap();
+    let first = rates("--steps 4 --lr 2e-3", "first");
     assert_near(&first, &[0.0, 0.0, 2e-3, 2e-3], "first");
     // The decay ends at step 4, that of the first run.
-    let rest = rates(
-        &["--config", "ds.json", "--steps", "6", "--resume", "a"],
-        "rest",
-    );
+    let rest = rates("--steps 6 --resume a", "rest");
     assert_near(&rest, &[1e-3, 0.0], "rest");
 }
 
 #[test]
 fn flags_win_over_a_configured_schedule_or_say_no() {
     let dir = temp();
+    let dir = dir.path();
     let with = |kind: &str, params: &str| {
         format!(r#"{{"scheduler": {{"type": "{kind}", "params": {{{params}}}}}}}"#)
     };
@@ -245,50 +197,30 @@ fn flags_win_over_a_configured_schedule_or_say_no() {
         "WarmupCosineLR",
         r#""warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": 4"#,
     );
-    let lr = |text: &str, more: &[&str]| {
-        figures(
-            &steps(dir.path(), text, &[&["--steps", "4"], more].concat()).0,
-            "lr",
-        )
-    };
+    let rates =
+        |text: &str, more: &str| figures(&steps(dir, text, &format!("--steps 4 {more}")).0, "lr");
 
-    assert_near(
-        &lr(&warmup, &["--lr", "0.002"]),
-        &[0.0, 0.0, 0.001, 0.002],
-        "--lr, WarmupLR",
-    );
-    assert_near(
-        &lr(&decay, &["--lr", "0.002"]),
-        &[0.0, 0.0, 0.001, 0.002],
-        "--lr, WarmupDecayLR",
-    );
-    let both = ["--lr", "0.003", "--warmup-steps", "3"];
-    assert_near(
-        &lr(&decay, &both),
-        &[0.0, 0.0, 0.001, 0.002],
-        "--warmup-steps, WarmupDecayLR",
-    );
+    for (text, flags) in [
+        (&warmup, "--lr 0.002"),
+        (&decay, "--lr 0.002"),
+        (&decay, "--lr 0.003 --warmup-steps 3"),
+    ] {
+        let context = format!("{flags}, {text}");
+        assert_near(&rates(text, flags), &[0.0, 0.0, 0.001, 0.002], &context);
+    }
     // The decay stays: at position 4, after a warm-up of 2, (4 - 3) / (4 - 2) of the rate is left.
-    let (longer, out) = steps(
-        dir.path(),
-        &decay,
-        &["--lr", "0.002", "--steps", "5", "--warmup-steps", "2"],
-    );
+    let (longer, out) = steps(dir, &decay, "--lr 0.002 --steps 5 --warmup-steps 2");
     assert_near(&figures(&longer, "lr")[4..], &[0.001], "decay");
     assert!(
         out.contains("the learning rate decays until step 4, the run ends at step 5"),
         "{out}"
     );
     assert_near(
-        &lr(&cosine, &["--lr", "0.002"])[..3],
+        &rates(&cosine, "--lr 0.002")[..3],
         &[0.0, 0.0, 0.001],
         "--lr, WarmupCosineLR",
     );
-    let replaced = steps(
-        dir.path(),
-        &decay,
-        &["--steps", "2", "--schedule", "linear", "--lr", "0.002"],
-    );
+    let replaced = steps(dir, &decay, "--steps 2 --schedule linear --lr 0.002");
     assert_near(&figures(&replaced.0, "lr"), &[0.002, 0.001], "--schedule");
 
     assert!(
@@ -305,49 +237,41 @@ fn flags_win_over_a_configured_schedule_or_say_no() {
     );
     let range = with("LRRangeTest", "");
 
-    let refused: [(&str, [&str; 2], &[&str]); 8] = [
+    let refused: [(&str, &str, &[&str]); 8] = [
+        (&cycle, "--lr 0.1", &["--lr 0.1", "OneCycle", "--schedule"]),
         (
             &cycle,
-            ["--lr", "0.1"],
-            &["--lr 0.1", "OneCycle", "--schedule"],
-        ),
-        (
-            &cycle,
-            ["--warmup-steps", "3"],
+            "--warmup-steps 3",
             &["--warmup-steps 3", "OneCycle", "no warm-up"],
         ),
         (
             &cycle,
-            ["--betas", "0.9,0.95"],
+            "--betas 0.9,0.95",
             &["--betas 0.9,0.95", "OneCycle", "cycle_momentum"],
         ),
-        (&range, ["--lr", "0.1"], &["--lr 0.1", "LRRangeTest"]),
+        (&range, "--lr 0.1", &["--lr 0.1", "LRRangeTest"]),
         (
             &warmup,
-            ["--warmup-steps", "0"],
+            "--warmup-steps 0",
             &["--warmup-steps 0", "WarmupLR", "at least 2", "--schedule"],
         ),
         (
             &decay,
-            ["--min-lr", "1e-5"],
+            "--min-lr 1e-5",
             &["--min-lr 0.00001", "WarmupDecayLR", "--schedule"],
         ),
         (
             &decay,
-            ["--decay-steps", "2"],
+            "--decay-steps 2",
             &["--decay-steps 2", "--schedule wsd"],
         ),
-        (
-            "{}",
-            ["--min-lr", "1e-5"],
-            &["--min-lr 0.00001", "constant"],
-        ),
+        ("{}", "--min-lr 1e-5", &["--min-lr 0.00001", "constant"]),
     ];
 
     for (text, flag, parts) in refused {
-        fails(&run(dir.path(), text, &flag), 2, parts);
+        fails(&run(dir, text, flag), 2, parts);
     }
-    let output = run(dir.path(), "{}", &["--betas", "0.9"]);
+    let output = run(dir, "{}", "--betas 0.9");
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("two numbers, such as 0.9,0.95"));
 }
@@ -355,18 +279,13 @@ fn flags_win_over_a_configured_schedule_or_say_no() {
 #[test]
 fn schedules_by_flag_follow_their_formulas() {
     let dir = temp();
-    let lr = |more: &[&str]| {
-        let fixed = [
-            "--steps",
-            "10",
-            "--lr",
-            "0.008",
-            "--min-lr",
-            "0.001",
-            "--warmup-steps",
-            "2",
-        ];
-        figures(&steps(dir.path(), "{}", &[&fixed, more].concat()).0, "lr")
+    let dir = dir.path();
+    let rates = |more: &str| {
+        let fixed = "--steps 10 --lr 0.008 --min-lr 0.001 --warmup-steps 2";
+        figures(
+            &steps(dir, "{}", &format!("{fixed} --schedule {more}")).0,
+            "lr",
+        )
     };
 
     let expected = |after: fn(f64) -> f64| {
@@ -374,69 +293,42 @@ fn schedules_by_flag_follow_their_formulas() {
         [0.004, 0.008].into_iter().chain(after).collect::<Vec<_>>()
     };
 
-    assert_near(
-        &lr(&["--schedule", "linear"]),
-        &expected(|k| 1.0 - (k - 2.0) / 8.0),
-        "linear",
-    );
+    let linear = |k: f64| 1.0 - (k - 2.0) / 8.0;
     let cosine = |k: f64| 0.5 * (1.0 + (std::f64::consts::PI * (k - 2.0) / 8.0).cos());
-    assert_near(&lr(&["--schedule", "cosine"]), &expected(cosine), "cosine");
     // The decay is the last fifth: positions 8 and 9.
     let wsd = |k: f64| if k < 8.0 { 1.0 } else { 1.0 - (k - 8.0) / 2.0 };
-    assert_near(&lr(&["--schedule", "wsd"]), &expected(wsd), "wsd");
     let longer = |k: f64| if k < 6.0 { 1.0 } else { 1.0 - (k - 6.0) / 4.0 };
+    assert_near(&rates("linear"), &expected(linear), "linear");
+    assert_near(&rates("cosine"), &expected(cosine), "cosine");
+    assert_near(&rates("wsd"), &expected(wsd), "wsd");
     assert_near(
-        &lr(&["--schedule", "wsd", "--decay-steps", "4"]),
+        &rates("wsd --decay-steps 4"),
         &expected(longer),
         "--decay-steps",
     );
 
-    let constant = steps(
-        dir.path(),
-        "{}",
-        &[
-            "--schedule",
-            "constant",
-            "--warmup-steps",
-            "2",
-            "--steps",
-            "3",
-        ],
-    )
-    .0;
-
-    assert_near(&figures(&constant, "lr"), &[5e-4, 1e-3, 1e-3], "constant");
-    let too_long = [
-        "--schedule",
-        "wsd",
-        "--warmup-steps",
-        "2",
-        "--decay-steps",
-        "2",
-        "--steps",
-        "3",
-    ];
-
-    fails(
-        &run(dir.path(), "{}", &too_long),
-        2,
-        &["2 steps of warm-up", "2 of decay", "3 steps"],
-    );
-    let above = ["--schedule", "cosine", "--min-lr", "0.1"];
-    fails(
-        &run(dir.path(), "{}", &above),
-        2,
-        &["--min-lr 0.1", "0.001"],
-    );
+    let flags = "--schedule constant --warmup-steps 2 --steps 3";
+    let constant = figures(&steps(dir, "{}", flags).0, "lr");
+    assert_near(&constant, &[5e-4, 1e-3, 1e-3], "constant");
+    for (flags, parts) in [
+        (
+            "--schedule wsd --warmup-steps 2 --decay-steps 2 --steps 3",
+            &["2 steps of warm-up", "2 of decay", "3 steps"][..],
+        ),
+        ("--schedule cosine --min-lr 0.1", &["--min-lr 0.1", "0.001"]),
+    ] {
+        fails(&run(dir, "{}", flags), 2, parts);
+    }
 }
 
 /// Sizes of pieces change neither losses nor norms, but how much is gathered ahead.
 #[test]
 fn sizes_act_and_keep_the_bits() {
     let dir = temp();
+    let dir = dir.path();
     let with = |keys: &str| {
         let text = format!(r#"{{"zero_optimization": {{"stage": 3, {keys}}}}}"#);
-        let (run, out) = steps(dir.path(), &text, &["--ranks", "2", "--steps", "2"]);
+        let (run, out) = steps(dir, &text, "--ranks 2 --steps 2");
         let buckets = run
             .iter()
             .map(|step| step["memory"]["buckets_bytes"].as_u64().unwrap())
@@ -482,21 +374,22 @@ fn sizes_act_and_keep_the_bits() {
 #[test]
 fn optimizer_keys_work_as_deepspeeds_do() {
     let dir = temp();
+    let dir = dir.path();
     let adam = |corrected: bool| {
         format!(
             r#"{{"optimizer": {{"type": "Adam", "params": {{"lr": 1e-3, "bias_correction": {corrected}}}}}}}"#
         )
     };
 
-    let (with, _) = steps(dir.path(), &adam(true), &["--steps", "2"]);
-    let (without, out) = steps(dir.path(), &adam(false), &["--steps", "2"]);
+    let (with, _) = steps(dir, &adam(true), "--steps 2");
+    let (without, out) = steps(dir, &adam(false), "--steps 2");
     assert!(out.contains("no bias correction"), "{out}");
     // The first update differs, so the second loss does.
     assert_eq!(with[0]["loss"], without[0]["loss"]);
     assert_ne!(with[1]["loss"], without[1]["loss"]);
     // A scale of 2^32 overflows, and without hysteresis it never halves.
     let text = r#"{"fp16": {"enabled": true, "initial_scale_power": 32, "hysteresis": 0}}"#;
-    let (run, out) = steps(dir.path(), text, &["--steps", "4"]);
+    let (run, out) = steps(dir, text, "--steps 4");
     assert_eq!(figures(&run, "loss_scale"), [4294967296.0; 4]);
     assert!(run.iter().all(|step| step["skipped"] == true), "{run:?}");
     assert!(
@@ -508,14 +401,15 @@ fn optimizer_keys_work_as_deepspeeds_do() {
 #[test]
 fn stage_of_the_flag_decides_about_keys() {
     let dir = temp();
+    let dir = dir.path();
     let text = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}"#;
-    let (_, out) = steps(dir.path(), text, &["--steps", "1"]);
+    let (_, out) = steps(dir, text, "--steps 1");
     assert!(
         out.contains("note: zero_optimization.offload_param is ignored: it needs stage 3"),
         "{out}"
     );
     fails(
-        &run(dir.path(), text, &["--stage", "3"]),
+        &run(dir, text, "--stage 3"),
         2,
         &["--offload-params nvme:/x", "create the folder"],
     );
@@ -525,6 +419,7 @@ fn stage_of_the_flag_decides_about_keys() {
 #[test]
 fn shapes_of_shipped_configurations() {
     let dir = temp();
+    let dir = dir.path();
     let offload = r#""offload_optimizer": {"device": "cpu", "pin_memory": true}"#;
     let old = format!(
         r#"{{"bfloat16": {{"enabled": "auto"}}, "zero_optimization": {{"stage": 3, {offload},
@@ -561,7 +456,7 @@ fn shapes_of_shipped_configurations() {
     ];
 
     for text in taken {
-        succeeds(&run(dir.path(), text, &["--steps", "1"]));
+        succeeds(&run(dir, text, "--steps 1"));
     }
     let refused = [
         (
@@ -601,6 +496,6 @@ fn shapes_of_shipped_configurations() {
     ];
 
     for (text, part) in refused {
-        fails(&run(dir.path(), text, &[]), 2, &[part, "ds.json"]);
+        fails(&run(dir, text, ""), 2, &[part, "ds.json"]);
     }
 }

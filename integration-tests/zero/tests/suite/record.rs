@@ -4,33 +4,11 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{data, fails, on_disk, run_tiny, succeeds, temp, zero};
+use crate::support::{data, fails, lines, on_disk, run, run_flags, succeeds, temp};
 
 /// Settings that are not the defaults.
-const SETTINGS: [&str; 22] = [
-    "--lr",
-    "3e-3",
-    "--seq-len",
-    "24",
-    "--clip",
-    "0.5",
-    "--weight-decay",
-    "0.2",
-    "--micro-batch",
-    "3",
-    "--grad-accum",
-    "2",
-    "--warmup-steps",
-    "4",
-    "--seed",
-    "11",
-    "--dropout",
-    "0.25",
-    "--dtype",
-    "bf16",
-    "--ranks",
-    "2",
-];
+const SETTINGS: &str = "--lr 3e-3 --seq-len 24 --clip 0.5 --weight-decay 0.2 --micro-batch 3 --grad-accum 2 \
+    --warmup-steps 4 --seed 11 --dropout 0.25 --dtype bf16 --ranks 2";
 
 /// Writes a text of 8 KiB and a copy of the tiny model to `dir`.
 fn inputs(dir: &Path) {
@@ -49,34 +27,37 @@ fn inputs(dir: &Path) {
 }
 
 /// Trains on the inputs with [`SETTINGS`].
-fn train(dir: &Path, more: &[&str]) -> String {
-    let inputs = ["train", "--model", "model", "--data", "text.txt"];
-    succeeds(&zero(dir, &[&inputs, &SETTINGS[..], more].concat()))
+fn train(dir: &Path, more: &str) -> String {
+    train_with(dir, &format!("{SETTINGS} {more}"))
 }
 
-fn resume(dir: &Path, more: &[&str]) -> String {
-    succeeds(&zero(dir, &[&["train", "--resume"], more].concat()))
+fn train_with(dir: &Path, flags: &str) -> String {
+    succeeds(&run(
+        dir,
+        &format!("train --model model --data text.txt {flags}"),
+    ))
+}
+
+fn resume(dir: &Path, more: &str) -> String {
+    succeeds(&run(dir, &format!("train --resume {more}")))
 }
 
 /// The losses and gradient norms of a metrics file.
-fn curve(dir: &Path, file: &str) -> Vec<String> {
-    let text = std::fs::read_to_string(dir.join(file)).unwrap();
-    let steps = text
-        .lines()
-        .map(|line| serde_json::from_str::<Value>(line).unwrap());
-    steps
-        .map(|step| {
-            format!(
-                "{} {} {} {}",
-                step["step"], step["loss"], step["grad_norm"], step["lr"]
-            )
-        })
+fn curve(dir: &Path, file: &str) -> Vec<[Value; 4]> {
+    let figures = |step: &Value| ["step", "loss", "grad_norm", "lr"].map(|key| step[key].clone());
+    lines(&dir.join(file)).iter().map(figures).collect()
+}
+
+/// The numbers of steps.
+fn steps(of: &[Value]) -> Vec<u64> {
+    of.iter()
+        .map(|step| step["step"].as_u64().unwrap())
         .collect()
 }
 
 fn weights(dir: &Path, checkpoint: &str) -> Vec<u8> {
     let out = format!("exported-{checkpoint}");
-    succeeds(&zero(dir, &["ckpt", "export", checkpoint, &out]));
+    succeeds(&run(dir, &format!("ckpt export {checkpoint} {out}")));
     std::fs::read(dir.join(out).join("model.safetensors")).unwrap()
 }
 
@@ -101,34 +82,17 @@ fn resume_needs_no_flag() {
         let dir = temp();
         let dir = dir.path();
         inputs(dir);
+        let at = format!("--stage {stage}");
         train(
             dir,
-            &[
-                "--stage",
-                stage,
-                "--steps",
-                "6",
-                "--metrics",
-                "whole",
-                "--checkpoint",
-                "a",
-            ],
+            &format!("{at} --steps 6 --metrics whole --checkpoint a"),
         );
         train(
             dir,
-            &[
-                "--stage",
-                stage,
-                "--steps",
-                "3",
-                "--metrics",
-                "first",
-                "--checkpoint",
-                "b",
-            ],
+            &format!("{at} --steps 3 --metrics first --checkpoint b"),
         );
         std::fs::remove_dir_all(dir.join("model")).unwrap();
-        let out = resume(dir, &["b", "--steps", "6", "--metrics", "rest"]);
+        let out = resume(dir, "b --steps 6 --metrics rest");
         assert_eq!(differences(&out), ["steps 3 -> 6"], "{out}");
         assert_eq!(
             curve(dir, "whole"),
@@ -154,11 +118,8 @@ fn resume_continues_metrics_and_report() {
     let dir = temp();
     let dir = dir.path();
     std::fs::create_dir(dir.join("elsewhere")).unwrap();
-    succeeds(&run_tiny(
-        dir,
-        &["--checkpoint", "c", "--metrics", "m", "--report", "r"],
-    ));
-    let out = resume(&dir.join("elsewhere"), &["../c", "--steps", "5"]);
+    succeeds(&run_flags(dir, "--checkpoint c --metrics m --report r"));
+    let out = resume(&dir.join("elsewhere"), "../c --steps 5");
     assert_eq!(differences(&out), ["steps 3 -> 5"], "{out}");
 
     for (name, path) in [("metrics", "m"), ("report", "r")] {
@@ -169,46 +130,37 @@ fn resume_continues_metrics_and_report() {
         assert!(out.contains(&line), "{line} is not in: {out}");
     }
 
-    let steps = |text: &str| -> Vec<u64> {
-        text.lines()
-            .map(|line| {
-                serde_json::from_str::<Value>(line).unwrap()["step"]
-                    .as_u64()
-                    .unwrap()
-            })
-            .collect()
+    let written = |name: &str| steps(&lines(&dir.join(name)));
+    let drawn = |name: &str| {
+        let summary = std::fs::read(dir.join(name)).unwrap();
+        let summary: Value = serde_json::from_slice(&summary).unwrap();
+        steps(summary["steps"].as_array().unwrap())
     };
-
-    let read = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap();
-    assert_eq!(steps(&read("m")), [1, 2, 3, 4, 5]);
-    let drawn = |name: &str| -> Vec<u64> {
-        let summary: Value = serde_json::from_str(&read(name)).unwrap();
-        summary["steps"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|step| step["step"].as_u64().unwrap())
-            .collect()
-    };
-
+    assert_eq!(written("m"), [1, 2, 3, 4, 5]);
     assert_eq!(drawn("r/summary.json"), [1, 2, 3, 4, 5]);
 
     // A flag wins, and a run that saves elsewhere is a new one, which leaves the files of this one
     // alone.
-    let out = resume(dir, &["c", "--steps", "6", "--checkpoint", "d"]);
+    let out = resume(dir, "c --steps 6 --checkpoint d");
     assert!(
         out.contains("note: no metrics: ") && out.contains("note: no report: "),
         "{out}"
     );
-    assert_eq!(steps(&read("m")), [1, 2, 3, 4, 5]);
-    resume(
-        dir,
-        &["c", "--steps", "6", "--metrics", "n", "--report", "s"],
-    );
-    assert_eq!(
-        (steps(&read("n")), drawn("s/summary.json")),
-        (vec![6], vec![6])
-    );
+    assert_eq!(written("m"), [1, 2, 3, 4, 5]);
+    resume(dir, "c --steps 6 --metrics n --report s");
+    assert_eq!(written("n"), [6]);
+    assert_eq!(drawn("s/summary.json"), [6]);
+}
+
+/// Asserts that a note for each output names the reason why the run does not go on with it.
+fn assert_no_outputs(out: &str, reason: &str) {
+    for what in ["metrics", "report"] {
+        let start = format!("note: no {what}: ");
+        let line = out.lines().find(|line| line.starts_with(&start));
+        let line = line.unwrap_or_default();
+        let end = format!("pass --{what}");
+        assert!(line.contains(reason) && line.ends_with(&end), "{out}");
+    }
 }
 
 /// A run that resumes a copy of the folder continues from an earlier step with the same id.
@@ -216,44 +168,23 @@ fn resume_continues_metrics_and_report() {
 fn resumed_copy_leaves_files_of_the_original() {
     let dir = temp();
     let dir = dir.path();
-    let outputs = ["--checkpoint-every", "2", "--metrics", "m", "--report", "r"];
-    succeeds(&run_tiny(
-        dir,
-        &[&outputs[..], &["--checkpoint", "o", "--steps", "4"]].concat(),
-    ));
+    let outputs = "--checkpoint-every 2 --metrics m --report r --checkpoint o --steps 4";
+    succeeds(&run_flags(dir, outputs));
 
-    assert!(
-        std::process::Command::new("cp")
-            .args(["-r", "o", "copy"])
-            .current_dir(dir)
-            .status()
-            .unwrap()
-            .success()
-    );
+    let mut copy = std::process::Command::new("cp");
+    copy.args(["-r", "o", "copy"]).current_dir(dir);
+    assert!(copy.status().unwrap().success());
 
     std::fs::remove_dir_all(dir.join("copy/step-00000004")).unwrap();
     let read =
         || ["m", "r/summary.json", "r/run.json"].map(|name| std::fs::read(dir.join(name)).unwrap());
     let before = read();
-    let notes = |out: &str, part: &str| {
-        for (what, flag) in [("metrics", "--metrics"), ("report", "--report")] {
-            let line = out
-                .lines()
-                .find(|line| line.starts_with(&format!("note: no {what}: ")))
-                .unwrap_or_default();
-            assert!(
-                line.contains(part) && line.ends_with(&format!("pass {flag}")),
-                "{out}"
-            );
-        }
-    };
-
-    let out = resume(dir, &["copy/step-00000002", "--steps", "3", "--lr", "0.5"]);
-    notes(&out, "was copied or moved");
+    let out = resume(dir, "copy/step-00000002 --steps 3 --lr 0.5");
+    assert_no_outputs(&out, "was copied or moved");
     assert!(read() == before);
 
     // In its own folder, from an earlier step: what was there moves.
-    let out = resume(dir, &["o/step-00000002", "--steps", "3"]);
+    let out = resume(dir, "o/step-00000002 --steps 3");
     assert!(
         out.contains("m: 2 lines after step 2 to be moved to "),
         "{out}"
@@ -275,11 +206,11 @@ fn resumed_copy_leaves_files_of_the_original() {
 fn locked_metrics_of_a_record_are_optional() {
     let dir = temp();
     let dir = dir.path();
-    succeeds(&run_tiny(dir, &["--checkpoint", "c", "--metrics", "m"]));
+    succeeds(&run_flags(dir, "--checkpoint c --metrics m"));
     let before = std::fs::read(dir.join("m")).unwrap();
     let file = std::fs::File::open(dir.join("m")).unwrap();
     file.lock().unwrap();
-    let output = zero(dir, &["train", "--resume", "c", "--steps", "4"]);
+    let output = run(dir, "train --resume c --steps 4");
     succeeds(&output);
     let notes = String::from_utf8_lossy(&output.stderr);
     assert!(
@@ -294,37 +225,24 @@ fn locked_metrics_of_a_record_are_optional() {
 fn foreign_files_of_a_record_are_kept() {
     let dir = temp();
     let dir = dir.path();
-    succeeds(&run_tiny(
-        dir,
-        &["--checkpoint", "c", "--metrics", "m", "--report", "r"],
-    ));
+    succeeds(&run_flags(dir, "--checkpoint c --metrics m --report r"));
     std::fs::write(dir.join("m"), "notes\n").unwrap();
     std::fs::write(dir.join("r/run.json"), "{\"run\": \"another\"}").unwrap();
     std::fs::write(dir.join("r/summary.txt"), "mine").unwrap();
-    let out = resume(dir, &["c", "--steps", "4", "--metrics", "/dev/null"]);
+    let out = resume(dir, "c --steps 4 --metrics /dev/null");
     assert!(
         !out.contains("note: no metrics: ") && out.contains("note: no report: "),
         "{out}"
     );
 
     // A folder with the run's id, made by another: a link in it would lead elsewhere.
-    succeeds(&run_tiny(
-        dir,
-        &["--checkpoint", "d", "--metrics", "n", "--report", "s"],
-    ));
+    succeeds(&run_flags(dir, "--checkpoint d --metrics n --report s"));
     std::fs::write(dir.join("n"), "notes\n").unwrap();
     std::fs::remove_file(dir.join("s/loss.svg")).unwrap();
     std::os::unix::fs::symlink("../n", dir.join("s/loss.svg")).unwrap();
-    let out = resume(dir, &["d", "--steps", "4"]);
+    let out = resume(dir, "d --steps 4");
 
-    for (what, flag) in [("metrics", "--metrics"), ("report", "--report")] {
-        let line = out
-            .lines()
-            .find(|line| line.starts_with(&format!("note: no {what}: ")))
-            .unwrap_or_default();
-        assert!(line.ends_with(&format!("pass {flag}")), "{out}");
-    }
-
+    assert_no_outputs(&out, "");
     for name in ["m", "n"] {
         assert_eq!(std::fs::read(dir.join(name)).unwrap(), b"notes\n");
     }
@@ -370,104 +288,198 @@ fn resume_does_not_wait_for_a_pipe() {
     }
 }
 
+/// A run, those that resume it one after the other, and what each prints that differs from the one
+/// before.
+struct Resumes<'a> {
+    first: &'a str,
+    resumed: &'a [(&'a str, &'a [&'a str])],
+}
+
+/// A setting that no flag and no key repeats is that of the record, and a change is printed.
 #[test]
 fn changed_settings_are_printed() {
+    let memory = "--bucket-elems 4096 --no-overlap --activation-checkpointing";
+    let shared = "--seq-len 32 --micro-batch 1 --ranks 4 --steps 1";
+    let cases = [
+        Resumes {
+            first: &format!("{SETTINGS} --steps 2"),
+            resumed: &[
+                (
+                    "--lr 0.01 --seed 5 --ranks 3 --stage 1 --steps 4 --clip 0",
+                    &[
+                        "batch.ranks 2 -> 3",
+                        "batch.step_tokens 288 -> 432",
+                        "optimizer.lr 0.003 -> 0.01",
+                        "optimizer.max_grad_norm 0.5 -> 0.0",
+                        "seed 11 -> 5",
+                        "stage 3 -> 1",
+                        "steps 2 -> 4",
+                    ],
+                ),
+                // Whatever dropout the folder has.
+                ("--model model --steps 5", &["steps 4 -> 5"]),
+                (
+                    "--steps 6 --dropout 0",
+                    &[
+                        "model.config.attn_pdrop 0.25 -> 0.0",
+                        "model.config.embd_pdrop 0.25 -> 0.0",
+                        "model.config.resid_pdrop 0.25 -> 0.0",
+                        "steps 5 -> 6",
+                    ],
+                ),
+                // A configuration overrides what it sets and nothing else.
+                (
+                    "--config ds.json --steps 7",
+                    &[
+                        "batch.micro_batch 3 -> 1",
+                        "batch.step_tokens 432 -> 144",
+                        "optimizer.lr 0.01 -> 0.02",
+                        "steps 6 -> 7",
+                    ],
+                ),
+                // One line each.
+                (
+                    "--steps 9 --schedule cosine --dtype fp16",
+                    &[
+                        "dtype bf16 -> fp16",
+                        "optimizer.loss_scaling 1 -> dynamic from 2^16, at least 1, doubled after 1000 good steps, \
+                         halved after 2 overflows",
+                        "optimizer.schedule linear warm-up over 4 steps, then constant -> linear warm-up over 4 steps, \
+                         then cosine decay to 0 over 5 steps, until step 9",
+                        "steps 7 -> 9",
+                    ],
+                ),
+            ],
+        },
+        Resumes {
+            first: &format!("{SETTINGS} {memory} --steps 1"),
+            resumed: &[
+                // The same flags once more, which need not be.
+                (&format!("{SETTINGS} {memory} --steps 2"), &["steps 1 -> 2"]),
+                ("--steps 2", &[]),
+                (
+                    "--steps 2 --no-overlap=false --activation-checkpointing=false",
+                    &[
+                        "activation_checkpointing true -> false",
+                        "communication.gather_ahead 0 -> 1",
+                        "communication.overlap false -> true",
+                    ],
+                ),
+                (
+                    "--steps 2 --bucket-elems 8192",
+                    &["communication.bucket_elems 4096 -> 8192"],
+                ),
+            ],
+        },
+        // The settings of a configuration file, too.
+        Resumes {
+            first: "--config sub_groups.json --seq-len 24 --ranks 2 --steps 1",
+            resumed: &[
+                ("--steps 2", &["steps 1 -> 2"]),
+                (
+                    "--config ds.json --steps 2",
+                    &[
+                        "batch.micro_batch 4 -> 1",
+                        "batch.step_tokens 192 -> 48",
+                        "optimizer.hyper.weight_decay 0.01 -> 0.2",
+                        "optimizer.lr 0.001 -> 0.02",
+                    ],
+                ),
+            ],
+        },
+        // Other ranks share sequences or, if they do not divide them, none.
+        Resumes {
+            first: &format!("{shared} --ulysses 2"),
+            resumed: &[
+                ("--steps 2", &["steps 1 -> 2"]),
+                (
+                    "--steps 3 --ulysses 4",
+                    &[
+                        "batch.step_tokens 64 -> 32",
+                        "mesh.ulysses 2 -> 4",
+                        "steps 2 -> 3",
+                    ],
+                ),
+                (
+                    "--steps 4 --ranks 3",
+                    &[
+                        "batch.ranks 4 -> 3",
+                        "batch.step_tokens 32 -> 96",
+                        "mesh.ulysses 4 -> none",
+                        "steps 3 -> 4",
+                    ],
+                ),
+            ],
+        },
+        // A run chooses the route of its collectives for its machines.
+        Resumes {
+            first: &format!("{shared} --ranks-per-node 2"),
+            resumed: &[
+                ("--steps 2", &["mesh.two_level 2 -> none", "steps 1 -> 2"]),
+                (
+                    "--steps 3 --ranks-per-node 2 --collectives flat",
+                    &["steps 2 -> 3"],
+                ),
+            ],
+        },
+    ];
+
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    train(dir, &["--steps", "2", "--checkpoint", "a"]);
-    let flags = [
-        "--lr", "0.01", "--seed", "5", "--ranks", "3", "--stage", "1", "--steps", "4", "--clip",
-        "0",
-    ];
-    let out = resume(dir, &[&["a"], &flags[..]].concat());
-    let expected = [
-        "batch.ranks 2 -> 3",
-        "batch.step_tokens 288 -> 432",
-        "optimizer.lr 0.003 -> 0.01",
-        "optimizer.max_grad_norm 0.5 -> 0.0",
-        "seed 11 -> 5",
-        "stage 3 -> 1",
-        "steps 2 -> 4",
-    ];
-    assert_eq!(differences(&out), expected, "{out}");
+    for (name, text) in [
+        (
+            "ds.json",
+            r#"{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": "auto",
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.2}}}"#,
+        ),
+        (
+            "sub_groups.json",
+            r#"{"zero_optimization": {"stage": 2, "sub_group_size": 100000}}"#,
+        ),
+    ] {
+        std::fs::write(dir.join(name), text).unwrap();
+    }
+
+    for (number, Resumes { first, resumed }) in cases.iter().enumerate() {
+        let folder = format!("c{number}");
+        train_with(dir, &format!("{first} --checkpoint {folder}"));
+        for (flags, expected) in *resumed {
+            let out = resume(dir, &format!("{folder} {flags}"));
+            assert_eq!(differences(&out), *expected, "{first}, then {flags}: {out}");
+        }
+    }
+    let sub_groups = record(dir, "c2", 2);
+    assert_eq!(sub_groups["communication"]["sub_group_elems"], 100_000);
 }
 
-/// A resumed run keeps the dropout of its record, whatever the folder has, until `--dropout` says
-/// otherwise.
+/// The opening of a run has a line for groups that share sequences, and for the route.
 #[test]
-fn dropout_may_change() {
+fn opening_shows_groups_and_routes() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    train(dir, &["--steps", "1", "--checkpoint", "c"]);
-
-    let out = resume(dir, &["c", "--model", "model", "--steps", "2"]);
-    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
-
-    let out = resume(dir, &["c", "--steps", "3", "--dropout", "0"]);
-    let expected = [
-        "model.config.attn_pdrop 0.25 -> 0.0",
-        "model.config.embd_pdrop 0.25 -> 0.0",
-        "model.config.resid_pdrop 0.25 -> 0.0",
-        "steps 2 -> 3",
-    ];
-    assert_eq!(differences(&out), expected, "{out}");
-}
-
-/// A resumed run shares sequences as before, between other ranks, or, if they do not divide its
-/// ranks, not at all.
-#[test]
-fn ranks_of_sequences_may_change() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
-    let run = "train --model model --data text.txt --seq-len 32 --micro-batch 1 --checkpoint c";
-    let run: Vec<&str> = run.split(' ').collect();
-    let shared = ["--ranks", "4", "--ulysses", "2", "--steps", "1"];
-    let out = succeeds(&zero(dir, &[&run[..], &shared].concat()));
-    assert!(
-        out.contains("sequences: each is shared by 2 ranks"),
-        "{out}"
-    );
-
-    let out = resume(dir, &["c", "--steps", "2"]);
-    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
-    let out = resume(dir, &["c", "--steps", "3", "--ulysses", "4"]);
-    let expected = [
-        "batch.step_tokens 64 -> 32",
-        "mesh.ulysses 2 -> 4",
-        "steps 2 -> 3",
-    ];
-    assert_eq!(differences(&out), expected, "{out}");
-    let out = resume(dir, &["c", "--steps", "4", "--ranks", "3"]);
-    assert!(out.contains("each has its own sequences"), "{out}");
-    assert_eq!(differences(&out)[2], "mesh.ulysses 4 -> none", "{out}");
-}
-
-/// A run chooses the route of its collectives for its machines, and reports a change.
-#[test]
-fn route_of_collectives_may_change() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
-    let run = "train --model model --data text.txt --seq-len 32 --micro-batch 1 --checkpoint c";
-    let run: Vec<&str> = run.split(' ').collect();
-    let machines = ["--ranks", "4", "--ranks-per-node", "2", "--steps", "1"];
-    let out = succeeds(&zero(dir, &[&run[..], &machines].concat()));
-    let levels = "collectives: in two levels, within 2 machines of 2 ranks and between them";
-    assert!(out.contains(levels), "{out}");
-
+    let sizes = "--seq-len 32 --micro-batch 1 --steps 1 --no-checkpoint";
+    for (flags, expected) in [
+        (
+            "--ranks 4 --ulysses 2",
+            "sequences: each is shared by 2 ranks",
+        ),
+        (
+            "--ranks 4 --ranks-per-node 2",
+            "collectives: in two levels, within 2 machines of 2 ranks and between them",
+        ),
+        (
+            "--ranks 4 --ranks-per-node 2 --collectives flat",
+            "collectives: in one ring over all ranks (--collectives flat: requested)",
+        ),
+    ] {
+        let out = train_with(dir, &format!("{sizes} {flags}"));
+        assert!(out.contains(expected), "{out}");
+    }
     // On one machine there is one ring.
-    let out = resume(dir, &["c", "--steps", "2"]);
+    let out = train_with(dir, &format!("{sizes} --ranks 4"));
     assert!(!out.contains("collectives:"), "{out}");
-    let expected = ["mesh.two_level 2 -> none", "steps 1 -> 2"];
-    assert_eq!(differences(&out), expected, "{out}");
-    let flat = ["--ranks-per-node", "2", "--collectives", "flat"];
-    let out = resume(dir, &[&["c", "--steps", "3"][..], &flat].concat());
-    let ring = "collectives: in one ring over all ranks (--collectives flat: requested)";
-    assert!(out.contains(ring), "{out}");
-    assert_eq!(differences(&out), ["steps 2 -> 3"], "{out}");
 }
 
 /// A resumed run cuts parameters as before, over other ranks, or not at all; the checkpoints have whole
@@ -477,19 +489,17 @@ fn ranks_of_parts_may_change() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    let run = "train --model model --data text.txt --seq-len 32 --micro-batch 1 --checkpoint c";
-    let run: Vec<&str> = run.split(' ').collect();
-    let cut = "--ranks 4 --tensor-parallel 2 --steps 1 --activation-checkpointing --partition-activations";
-    let cut: Vec<&str> = cut.split(' ').collect();
-    let out = succeeds(&zero(dir, &[&run[..], &cut].concat()));
+    let cut = "--tensor-parallel 2 --activation-checkpointing --partition-activations";
+    let sizes = "--seq-len 32 --micro-batch 1 --ranks 4 --steps 1 --checkpoint c";
+    let out = train_with(dir, &format!("{sizes} {cut}"));
     assert!(
         out.contains("parameters: each is cut over 2 ranks"),
         "{out}"
     );
 
-    let out = resume(dir, &["c", "--steps", "2"]);
+    let out = resume(dir, "c --steps 2");
     assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
-    let out = resume(dir, &["c", "--steps", "3", "--tensor-parallel", "4"]);
+    let out = resume(dir, "c --steps 3 --tensor-parallel 4");
     let expected = [
         "batch.step_tokens 64 -> 32",
         "mesh.tensor_parallel 2 -> 4",
@@ -497,21 +507,20 @@ fn ranks_of_parts_may_change() {
     ];
     assert_eq!(differences(&out), expected, "{out}");
 
-    let out = succeeds(&zero(dir, &["ckpt", "verify", "c"]));
+    let out = succeeds(&run(dir, "ckpt verify c"));
     assert!(out.contains("step-00000003"), "{out}");
-    let out = succeeds(&zero(dir, &["ckpt", "inspect", "c"]));
+    let out = succeeds(&run(dir, "ckpt inspect c"));
     assert!(out.contains("cut over"), "{out}");
-    succeeds(&zero(dir, &["ckpt", "export", "c", "whole"]));
-    let written = |from: [&str; 2]| {
-        let generate = [&["generate", "--prompt", "12", "--tokens", "8"], &from[..]].concat();
-        succeeds(&zero(dir, &generate))
+    succeeds(&run(dir, "ckpt export c whole"));
+    let written = |from: &str| {
+        succeeds(&run(
+            dir,
+            &format!("generate --prompt 12 --tokens 8 {from}"),
+        ))
     };
-    assert_eq!(
-        written(["--model", "whole"]),
-        written(["--checkpoint", "c"])
-    );
+    assert_eq!(written("--model whole"), written("--checkpoint c"));
 
-    let out = resume(dir, &["c", "--steps", "4", "--ranks", "3"]);
+    let out = resume(dir, "c --steps 4 --ranks 3");
     assert!(out.contains("each has whole parameters"), "{out}");
     let difference = "mesh.tensor_parallel 4 -> none";
     assert!(differences(&out).contains(&difference), "{out}");
@@ -522,7 +531,7 @@ fn dropout_is_a_probability() {
     let dir = temp();
     let dir = dir.path();
     for dropout in ["1", "-0.1", "NaN", "half"] {
-        let output = zero(dir, &["train", &format!("--dropout={dropout}")]);
+        let output = run(dir, &format!("train --dropout={dropout}"));
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{error}");
         assert!(error.contains("at least 0 and below 1"), "{error}");
@@ -540,18 +549,7 @@ fn no_decay_of_vectors() {
         "gradient_clipping": 0.5}"#;
     std::fs::write(dir.join("groups.json"), groups).unwrap();
 
-    let out = train(
-        dir,
-        &[
-            "--steps",
-            "3",
-            "--metrics",
-            "flag",
-            "--checkpoint",
-            "a",
-            "--no-decay-1d",
-        ],
-    );
+    let out = train(dir, "--steps 3 --metrics flag --checkpoint a --no-decay-1d");
 
     assert!(
         out.contains("parameter groups: dims <= 1: weight decay 0"),
@@ -559,22 +557,10 @@ fn no_decay_of_vectors() {
     );
     train(
         dir,
-        &[
-            "--steps",
-            "3",
-            "--metrics",
-            "file",
-            "--checkpoint",
-            "b",
-            "--config",
-            "groups.json",
-        ],
+        "--steps 3 --metrics file --checkpoint b --config groups.json",
     );
 
-    train(
-        dir,
-        &["--steps", "3", "--metrics", "none", "--checkpoint", "c"],
-    );
+    train(dir, "--steps 3 --metrics none --checkpoint c");
     assert_eq!(curve(dir, "flag"), curve(dir, "file"));
     let by_flag = weights(dir, "a");
     assert!(by_flag == weights(dir, "b") && by_flag != weights(dir, "c"));
@@ -584,11 +570,8 @@ fn no_decay_of_vectors() {
     );
     assert_eq!(record(dir, "c", 3).get("param_groups"), None);
 
-    assert_eq!(
-        differences(&resume(dir, &["a", "--steps", "4"])),
-        ["steps 3 -> 4"]
-    );
-    let out = resume(dir, &["a", "--steps", "5", "--no-decay-1d=false"]);
+    assert_eq!(differences(&resume(dir, "a --steps 4")), ["steps 3 -> 4"]);
+    let out = resume(dir, "a --steps 5 --no-decay-1d=false");
 
     assert_eq!(
         differences(&out),
@@ -600,39 +583,12 @@ fn no_decay_of_vectors() {
     );
 
     std::fs::write(dir.join("bad.json"), r#"{"param_groups": [{"name": "x"}]}"#).unwrap();
-    let bad = zero(
+    let bad = run(
         dir,
-        &[
-            "train",
-            "--data",
-            "text.txt",
-            "--config",
-            "bad.json",
-            "--no-checkpoint",
-        ],
+        "train --data text.txt --config bad.json --no-checkpoint",
     );
 
     fails(&bad, 2, &["param_groups: unknown field `name`"]);
-}
-
-/// A configuration overrides what it sets and nothing else.
-#[test]
-fn configuration_counts_as_flags() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
-    train(dir, &["--steps", "2", "--checkpoint", "a"]);
-    let file = r#"{"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.01,
-        "weight_decay": 0.2}}}"#;
-    std::fs::write(dir.join("ds.json"), file).unwrap();
-    let out = resume(dir, &["a", "--config", "ds.json", "--steps", "3"]);
-    let expected = [
-        "batch.micro_batch 3 -> 1",
-        "batch.step_tokens 288 -> 96",
-        "optimizer.lr 0.003 -> 0.01",
-        "steps 2 -> 3",
-    ];
-    assert_eq!(differences(&out), expected, "{out}");
 }
 
 #[test]
@@ -640,14 +596,8 @@ fn another_model_is_refused() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    train(dir, &["--steps", "1", "--checkpoint", "a"]);
-    let with = |model: &str| {
-        zero(
-            dir,
-            &["train", "--resume", "a", "--steps", "2", "--model", model],
-        )
-    };
-
+    train(dir, "--steps 1 --checkpoint a");
+    let with = |model: &str| run(dir, &format!("train --resume a --steps 2 --model {model}"));
     fails(
         &with("nano"),
         2,
@@ -675,14 +625,14 @@ fn missing_data_is_an_error() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    train(dir, &["--steps", "1", "--checkpoint", "a"]);
+    train(dir, "--steps 1 --checkpoint a");
     std::fs::rename(dir.join("text.txt"), dir.join("moved.txt")).unwrap();
     fails(
-        &zero(dir, &["train", "--resume", "a", "--steps", "2"]),
+        &run(dir, "train --resume a --steps 2"),
         2,
         &["text.txt", "does not exist", "--data"],
     );
-    let out = resume(dir, &["a", "--steps", "2", "--data", "moved.txt"]);
+    let out = resume(dir, "a --steps 2 --data moved.txt");
     let [path, _steps] = differences(&out)[..] else {
         panic!("{out}")
     };
@@ -692,7 +642,7 @@ fn missing_data_is_an_error() {
     );
     // The same path with another content.
     std::fs::write(dir.join("moved.txt"), "x".repeat(8192)).unwrap();
-    let out = resume(dir, &["a", "--steps", "3"]);
+    let out = resume(dir, "a --steps 3");
     assert!(
         out.contains("note: the data differs from the checkpoint's"),
         "{out}"
@@ -707,20 +657,11 @@ fn last_step_and_checkpoints_are_taken_up() {
     inputs(dir);
     train(
         dir,
-        &[
-            "--steps",
-            "6",
-            "--checkpoint",
-            "a",
-            "--checkpoint-every",
-            "2",
-            "--keep-last",
-            "2",
-        ],
+        "--steps 6 --checkpoint a --checkpoint-every 2 --keep-last 2",
     );
 
     std::fs::remove_dir_all(dir.join("a/step-00000006")).unwrap();
-    resume(dir, &["a"]);
+    resume(dir, "a");
     let steps = |dir: &Path| {
         let entries = std::fs::read_dir(dir)
             .unwrap()
@@ -731,7 +672,7 @@ fn last_step_and_checkpoints_are_taken_up() {
     };
 
     assert_eq!(steps(&dir.join("a")), ["step-00000004", "step-00000006"]);
-    let out = resume(dir, &["a"]);
+    let out = resume(dir, "a");
     assert!(
         out.contains("nothing to do: the checkpoint is at step 6"),
         "{out}"
@@ -743,24 +684,21 @@ fn run_id_follows_the_folder() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    train(dir, &["--steps", "1", "--checkpoint", "a"]);
+    train(dir, "--steps 1 --checkpoint a");
     let first = record(dir, "a", 1);
-    resume(dir, &["a", "--steps", "2"]);
+    resume(dir, "a --steps 2");
     let same = record(dir, "a", 2);
     assert_eq!(
         (&same["run"], &same["resumed_runs"]),
         (&first["run"], &first["resumed_runs"])
     );
-    resume(dir, &["a", "--steps", "3", "--checkpoint", "b"]);
+    resume(dir, "a --steps 3 --checkpoint b");
     let other = record(dir, "b", 3);
     assert_ne!(other["run"], first["run"]);
     assert_eq!(other["resumed_runs"], serde_json::json!([first["run"]]));
     assert_eq!(other["model"], first["model"]);
     // One checkpoint of a folder.
-    resume(
-        dir,
-        &["a/step-00000001", "--steps", "2", "--checkpoint", "./a"],
-    );
+    resume(dir, "a/step-00000001 --steps 2 --checkpoint ./a");
     assert_eq!(record(dir, "a", 2)["run"], first["run"]);
 }
 
@@ -770,22 +708,9 @@ fn readme_line_resumes_at_another_stage() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    train(
-        dir,
-        &[
-            "--steps",
-            "2",
-            "--checkpoint",
-            "runs/a",
-            "--metrics",
-            "a.jsonl",
-        ],
-    );
+    train(dir, "--steps 2 --checkpoint runs/a --metrics a.jsonl");
 
-    let out = resume(
-        dir,
-        &["runs/a", "--ranks", "3", "--stage", "1", "--steps", "4"],
-    );
+    let out = resume(dir, "runs/a --ranks 3 --stage 1 --steps 4");
     assert!(out.contains("ZeRO stage 1, 3 ranks"), "{out}");
     assert_eq!(curve(dir, "a.jsonl").len(), 4);
     assert_eq!(record(dir, "runs/a", 4)["batch"]["ranks"], 3);
@@ -796,10 +721,7 @@ fn opening_shows_all_settings() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    let out = train(
-        dir,
-        &["--steps", "2", "--checkpoint", "a", "--report", "report"],
-    );
+    let out = train(dir, "--steps 2 --checkpoint a --report report");
 
     for part in [
         "parameters in bf16, ZeRO stage 3, 2 ranks x ",
@@ -825,71 +747,6 @@ fn opening_shows_all_settings() {
     );
 }
 
-/// Sizes of communication and activation checkpointing, too, and the switches can be turned off.
-#[test]
-fn memory_settings_are_taken_up() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
-    let flags = [
-        "--bucket-elems",
-        "4096",
-        "--no-overlap",
-        "--activation-checkpointing",
-    ];
-    train(
-        dir,
-        &[&flags[..], &["--steps", "1", "--checkpoint", "a"]].concat(),
-    );
-    let out = resume(dir, &["a", "--steps", "2"]);
-    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
-    let record = record(dir, "a", 2);
-    let communication = &record["communication"];
-    assert_eq!(
-        (&communication["bucket_elems"], &communication["overlap"]),
-        (&4096.into(), &false.into())
-    );
-    assert_eq!(record["activation_checkpointing"], true);
-
-    let out = resume(
-        dir,
-        &[
-            "a",
-            "--steps",
-            "2",
-            "--no-overlap=false",
-            "--activation-checkpointing=false",
-        ],
-    );
-
-    let expected = [
-        "activation_checkpointing true -> false",
-        "communication.gather_ahead 0 -> 1",
-        "communication.overlap false -> true",
-    ];
-    assert_eq!(differences(&out), expected, "{out}");
-}
-
-/// What a configuration file gave, too.
-#[test]
-fn sub_group_size_is_taken_up() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
-    let file = r#"{"zero_optimization": {"stage": 2, "sub_group_size": 100000}}"#;
-    std::fs::write(dir.join("ds.json"), file).unwrap();
-    train(
-        dir,
-        &["--config", "ds.json", "--steps", "1", "--checkpoint", "a"],
-    );
-    let out = resume(dir, &["a", "--steps", "2"]);
-    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
-    assert_eq!(
-        record(dir, "a", 2)["communication"]["sub_group_elems"],
-        100_000
-    );
-}
-
 /// The places of state do not decide the numbers, and flags override them.
 #[test]
 fn offload_is_taken_up() {
@@ -906,22 +763,13 @@ fn offload_is_taken_up() {
         )
     };
 
-    train(
-        dir,
-        &["--steps", "3", "--metrics", "plain", "--checkpoint", "p"],
-    );
+    train(dir, "--steps 3 --metrics plain --checkpoint p");
     assert_eq!(record(dir, "p", 3).get("offload"), None);
-    let flags = ["--offload", "nvme:one", "--offload-params", "nvme:one"];
 
     let out = train(
         dir,
-        &[
-            &flags[..],
-            &["--steps", "2", "--metrics", "first", "--checkpoint", "a"],
-        ]
-        .concat(),
+        "--offload nvme:one --offload-params nvme:one --steps 2 --metrics first --checkpoint a",
     );
-
     let one = path("one");
     let line = format!(
         "offload: optimizer state in {one} (masters fp32, moments fp32), parameters in {one}\n"
@@ -937,24 +785,21 @@ fn offload_is_taken_up() {
         1 << 20
     );
 
-    let out = resume(dir, &["a", "--steps", "3", "--metrics", "rest"]);
+    let out = resume(dir, "a --steps 3 --metrics rest");
     assert_eq!(differences(&out), ["steps 2 -> 3"], "{out}");
     assert_eq!(
         curve(dir, "plain"),
         [curve(dir, "first"), curve(dir, "rest")].concat()
     );
     assert!(weights(dir, "p") == weights(dir, "a"), "final weights");
-    let out = resume(dir, &["a", "--steps", "4", "--offload", "nvme:two"]);
+    let out = resume(dir, "a --steps 4 --offload nvme:two");
     let expected = [
         format!("offload.optimizer {one} -> {}", path("two")),
         "steps 3 -> 4".to_owned(),
     ];
     assert_eq!(differences(&out), expected, "{out}");
     // Stage 2 has no parameters to offload.
-    let out = resume(
-        dir,
-        &["a", "--steps", "5", "--stage", "2", "--offload", "none"],
-    );
+    let out = resume(dir, "a --steps 5 --stage 2 --offload none");
     let expected = [
         format!("offload.optimizer {} -> none", path("two")),
         format!("offload.params {one} -> none"),
@@ -965,17 +810,9 @@ fn offload_is_taken_up() {
     assert_eq!(record(dir, "a", 5).get("offload"), None);
     std::fs::remove_dir(dir.join("two")).unwrap();
 
-    let gone = zero(
+    let gone = run(
         dir,
-        &[
-            "train",
-            "--resume",
-            "a/step-00000004",
-            "--steps",
-            "5",
-            "--checkpoint",
-            "b",
-        ],
+        "train --resume a/step-00000004 --steps 5 --checkpoint b",
     );
 
     fails(
@@ -987,37 +824,6 @@ fn offload_is_taken_up() {
             "no folder of yours on this machine: pass --offload nvme:DIR",
         ],
     );
-}
-
-#[test]
-fn schedule_and_loss_scale_differ_in_one_line_each() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
-    train(dir, &["--steps", "1", "--checkpoint", "a"]);
-    let out = resume(
-        dir,
-        &[
-            "a",
-            "--steps",
-            "9",
-            "--schedule",
-            "cosine",
-            "--dtype",
-            "fp16",
-        ],
-    );
-
-    let [dtype, scale, schedule, steps] = differences(&out)[..] else {
-        panic!("{out}")
-    };
-    assert_eq!((dtype, steps), ("dtype bf16 -> fp16", "steps 1 -> 9"));
-    assert!(
-        scale.starts_with("optimizer.loss_scaling 1 -> dynamic from 2^16, "),
-        "{scale}"
-    );
-    let start = "optimizer.schedule linear warm-up over 4 steps, then constant -> linear warm-up over 4 steps, then cosine";
-    assert!(schedule.starts_with(start), "{schedule}");
 }
 
 #[test]
@@ -1034,31 +840,21 @@ fn missing_tokenizer_is_an_error() {
     );
     std::fs::write(dir.join("tokenizer.json"), tokenizer).unwrap();
 
-    train(
-        dir,
-        &[
-            "--tokenizer",
-            "tokenizer.json",
-            "--steps",
-            "1",
-            "--checkpoint",
-            "a",
-        ],
-    );
+    train(dir, "--tokenizer tokenizer.json --steps 1 --checkpoint a");
 
-    let out = resume(dir, &["a", "--steps", "2"]);
+    let out = resume(dir, "a --steps 2");
     assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
     assert!(out.contains("tokenizer.json"), "{out}");
     std::fs::rename(dir.join("tokenizer.json"), dir.join("moved.json")).unwrap();
     // The one that is kept beside the checkpoints.
     std::fs::remove_dir_all(dir.join("a/model-files")).unwrap();
-    let resumed = zero(dir, &["train", "--resume", "a", "--steps", "3"]);
+    let resumed = run(dir, "train --resume a --steps 3");
     fails(
         &resumed,
         2,
         &["tokenizer.json", "does not exist", "--tokenizer"],
     );
-    let out = resume(dir, &["a", "--steps", "3", "--tokenizer", "moved.json"]);
+    let out = resume(dir, "a --steps 3 --tokenizer moved.json");
     assert!(!out.contains("the data differs"), "{out}");
 }
 
@@ -1069,7 +865,7 @@ fn checkpoint_without_record_is_resumed() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    train(dir, &["--stage", "1", "--steps", "1", "--checkpoint", "a"]);
+    train(dir, "--stage 1 --steps 1 --checkpoint a");
     let step = dir.join("a/step-00000001");
     std::fs::remove_file(step.join("run.json")).unwrap();
     let file: Value =
@@ -1084,7 +880,7 @@ fn checkpoint_without_record_is_resumed() {
         r#"{{"format": "zero-ckpt", "version": 2, "crc64": "{crc:016x}", "manifest": {text}}}"#
     );
     std::fs::write(step.join("manifest.json"), text).unwrap();
-    let out = resume(dir, &["a", "--data", "text.txt", "--steps", "2"]);
+    let out = resume(dir, "a --data text.txt --steps 2");
     assert!(out.contains("has no run.json"), "{out}");
     assert!(
         out.contains("in bf16, ZeRO stage 1, ") && out.contains(", seed 11, "),
@@ -1098,16 +894,13 @@ fn damaged_record_is_refused() {
     let dir = temp();
     let dir = dir.path();
     inputs(dir);
-    train(dir, &["--steps", "1", "--checkpoint", "a"]);
+    train(dir, "--steps 1 --checkpoint a");
     let path = dir.join("a/step-00000001/run.json");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("\"format\": 1", "\"format\": 2")).unwrap();
     // Its checksum is in the manifest.
     fails(
-        &zero(
-            dir,
-            &["train", "--resume", "a/step-00000001", "--steps", "2"],
-        ),
+        &run(dir, "train --resume a/step-00000001 --steps 2"),
         1,
         &["run.json"],
     );
@@ -1120,27 +913,12 @@ fn default_data_is_taken_up_in_its_folder() {
     inputs(dir);
     let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();
     std::fs::write(dir.join("text.txt"), text.repeat(10)).unwrap();
-    let run = [
-        "train",
-        "--model",
-        &data("model"),
-        "--seq-len",
-        "16",
-        "--steps",
-        "1",
-        "--checkpoint",
-        "a",
-    ];
-    succeeds(&zero(dir, &run));
-    let out = resume(dir, &["a", "--steps", "2"]);
+    let model = data("model");
+    succeeds(&run(
+        dir,
+        &format!("train --model {model} --seq-len 16 --steps 1 --checkpoint a"),
+    ));
+    let out = resume(dir, "a --steps 2");
     assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
     assert!(!out.contains("the data differs"), "{out}");
-}
-
-#[test]
-fn tiny_run_resumes_with_repeated_flags() {
-    let dir = temp();
-    succeeds(&run_tiny(dir.path(), &["--checkpoint", "a"]));
-    let out = succeeds(&run_tiny(dir.path(), &["--resume", "a", "--steps", "4"]));
-    assert_eq!(differences(&out), ["steps 3 -> 4"], "{out}");
 }

@@ -17,6 +17,16 @@ pub(crate) fn data(name: &str) -> String {
     place::data(name).display().to_string()
 }
 
+/// The words of a command line.
+pub(crate) fn words(line: &str) -> Vec<&str> {
+    line.split_whitespace().collect()
+}
+
+/// Runs `zero` with a command line in `dir`.
+pub(crate) fn run(dir: &Path, line: &str) -> Output {
+    zero(dir, &words(line))
+}
+
 /// Runs `zero` in `dir`.
 pub(crate) fn zero(dir: &Path, args: &[&str]) -> Output {
     place::zero().args(args).current_dir(dir).output().unwrap()
@@ -47,6 +57,18 @@ pub(crate) fn tiny<'a>(model: &'a str, tokens: &'a str, more: &[&'a str]) -> Vec
 
 pub(crate) fn run_tiny(dir: &Path, more: &[&str]) -> Output {
     zero(dir, &tiny(&data("model"), &data("tokens.u16.bin"), more))
+}
+
+/// As [`run_tiny`], with the flags of a command line.
+pub(crate) fn run_flags(dir: &Path, flags: &str) -> Output {
+    run_tiny(dir, &words(flags))
+}
+
+/// Asserts that small runs with these flags are refused, with the parts of an error.
+pub(crate) fn refused(dir: &Path, cases: &[(&str, &[&str])]) {
+    for (flags, parts) in cases {
+        fails(&run_flags(dir, flags), 2, parts);
+    }
 }
 
 /// Asserts exit code `code` and one error line on standard error; the output contains all `parts`.

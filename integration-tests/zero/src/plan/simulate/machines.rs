@@ -119,7 +119,7 @@ impl Machines {
     /// GPUs, GPUs of a node, tokens of a sequence.
     pub(crate) fn sizes(&self) -> (u64, u64, u64) {
         let node = self.cluster.gpus_per_node as u64;
-        (self.request.gpus, node, self.request.seq_len)
+        (self.request.machine.gpus, node, self.request.seq_len())
     }
 
     /// Ranks that tensor parallelism may have.
@@ -156,7 +156,7 @@ impl Machines {
             shape: &shape,
             software: &software(
                 &self.on.machine,
-                self.request.dtype,
+                self.request.run.dtype,
                 candidate.checkpointing,
             ),
             efficiencies: &self.on.efficiencies,
@@ -196,10 +196,10 @@ impl Machines {
             machines: self,
             part,
             stage: stage.ok_or_else(|| usage("no such stage"))?,
-            request: Request {
-                prefetch_elems: candidate.prefetch_elems,
-                ..part.request.with_run(&plan)?
-            },
+            request: part
+                .request
+                .with_run(&plan)?
+                .with_prefetch(candidate.prefetch_elems),
             memory: None,
             prepared: None,
         })
@@ -216,11 +216,11 @@ impl Machines {
         let request = &self.request;
         Tuned {
             model: request.model.name.clone(),
-            gpus: request.gpus,
-            nodes: request.nodes,
-            seq_len: request.seq_len,
-            dtype: request.dtype.to_string(),
-            gpu_memory_bytes: request.gpu_memory_bytes.unwrap_or(0),
+            gpus: request.machine.gpus,
+            nodes: request.machine.nodes,
+            seq_len: request.seq_len(),
+            dtype: request.run.dtype.to_string(),
+            gpu_memory_bytes: request.machine.gpu_memory_bytes.unwrap_or(0),
             batch_tokens,
             candidates,
             simulated,
@@ -228,7 +228,7 @@ impl Machines {
             refused,
             calibrated_on: self.on.calibrated_on.clone(),
             on_host: self.on.machine.cores.is_some(),
-            extrapolated: request.gpus > MEASURED_GPUS,
+            extrapolated: request.machine.gpus > MEASURED_GPUS,
             best,
         }
     }
@@ -265,7 +265,7 @@ impl Run<'_> {
         }
         let memory = evaluate_on(&request, &self.part.layout, self.stage);
         let memory = memory.map_err(CliError::usage)?;
-        let dtype = request.dtype.to_string();
+        let dtype = request.run.dtype.to_string();
         let group = self.machines.group(candidate);
         let base = &self.machines.base;
         Ok(Tried::Fits(Box::new(Choice {
@@ -293,7 +293,7 @@ impl Run<'_> {
         if let Some(fits) = fits_host(request, &self.part.layout, self.stage) {
             return Ok(fits);
         }
-        let several = request.grad_accum > 1;
+        let several = request.grad_accum() > 1;
         let memory = match self.memory {
             Some((of_several, memory)) if of_several == several => memory,
             _ => WithoutActivations::new(request, &self.part.layout, self.stage)?,

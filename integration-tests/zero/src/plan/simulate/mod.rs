@@ -173,12 +173,12 @@ impl SimulatedOn {
     fn simulated(&self, request: &Request, step: &Step) -> Simulated {
         let config = request.model.config.as_ref();
         let flops_per_token = config.map_or(0.0, |config| {
-            config.flops_per_token(request.seq_len as usize)
+            config.flops_per_token(request.seq_len() as usize)
         });
-        let gpus = request.gpus as f64;
-        let batches = gpus / request.mesh.ranks_of_batch() as f64;
-        let sequences = batches * (request.micro_batch * request.grad_accum) as f64;
-        let tokens_per_s = sequences * request.seq_len as f64 / step.seconds;
+        let gpus = request.machine.gpus as f64;
+        let batches = gpus / request.run.mesh.ranks_of_batch() as f64;
+        let sequences = batches * (request.micro_batch() * request.grad_accum()) as f64;
+        let tokens_per_s = sequences * request.seq_len() as f64 / step.seconds;
         let flops = tokens_per_s / gpus * flops_per_token;
         let [slowest, fastest] = likely_range(1.0, false);
         let seconds = self.tokens.map(|tokens| tokens as f64 / tokens_per_s);
@@ -196,7 +196,7 @@ impl SimulatedOn {
             gains: Vec::new(),
             days: seconds.map(|seconds| seconds / 86_400.0),
             gpu_hours: seconds.map(|seconds| seconds / 3_600.0 * gpus),
-            extrapolated: request.gpus > MEASURED_GPUS,
+            extrapolated: request.machine.gpus > MEASURED_GPUS,
         }
     }
 }

@@ -27,9 +27,9 @@ pub(super) struct Prepared {
 
 /// Tokens of a step of all ranks, per rank.
 fn tokens_gpu(request: &Request) -> f64 {
-    let batches = request.gpus as f64 / request.mesh.ranks_of_batch() as f64;
-    let sequences = batches * (request.micro_batch * request.grad_accum) as f64;
-    sequences * request.seq_len as f64 / request.gpus as f64
+    let batches = request.machine.gpus as f64 / request.run.mesh.ranks_of_batch() as f64;
+    let sequences = batches * (request.micro_batch() * request.grad_accum()) as f64;
+    sequences * request.seq_len() as f64 / request.machine.gpus as f64
 }
 
 impl Prepared {
@@ -60,14 +60,14 @@ impl Prepared {
                 Arc::new(move |param: &_| config.tensor_cut(param))
             },
         };
-        let of_node = (request.gpus / request.nodes) as usize;
+        let of_node = (request.machine.gpus / request.machine.nodes) as usize;
         let run = Run::new(
-            [request.gpus as usize, of_node],
+            [request.machine.gpus as usize, of_node],
             request.settings(stage, largest_unit),
             units,
             &shape,
-            request.micro_batch,
-            request.checkpointing,
+            request.micro_batch(),
+            request.options.activation_checkpointing,
         );
         let run = match machine.cores {
             None => run,
@@ -76,7 +76,11 @@ impl Prepared {
         Ok(Self {
             machine: machine.clone(),
             shape,
-            software: software(machine, request.dtype, request.checkpointing),
+            software: software(
+                machine,
+                request.run.dtype,
+                request.options.activation_checkpointing,
+            ),
             schedules: run.schedules().map_err(|error| error.to_string())?,
             tokens_gpu: tokens_gpu(request),
         })
@@ -90,7 +94,7 @@ impl Prepared {
         self.tokens_gpu = tokens_gpu(request);
         let recorded = self
             .schedules
-            .set_batch(request.micro_batch, request.grad_accum as usize);
+            .set_batch(request.micro_batch(), request.grad_accum() as usize);
         recorded.map_err(|error| error.to_string())
     }
 
@@ -172,10 +176,10 @@ pub(super) fn software(machine: &Machine, dtype: DType, recompute: bool) -> Soft
 /// A setting whose cost the formulas do not know.
 fn unknown(request: &Request, on_host: bool) -> Option<&'static str> {
     match request {
-        _ if request.dtype == DType::F32 && !on_host => {
+        _ if request.run.dtype == DType::F32 && !on_host => {
             Some("products in fp32; use --dtype bf16 or fp16")
         }
-        _ if request.offload.activations => Some("--offload-activations"),
+        _ if request.run.offload.activations => Some("--offload-activations"),
         _ => None,
     }
 }
@@ -194,8 +198,8 @@ pub(super) fn shape(request: &Request, params: u64) -> Shape {
         ffn: sizes.inner,
         gated,
         vocab: sizes.vocab,
-        seq: request.seq_len,
-        sequence_ranks: request.mesh.sequence_ranks() as u64,
+        seq: request.seq_len(),
+        sequence_ranks: request.run.mesh.sequence_ranks() as u64,
         params,
     }
 }

@@ -360,10 +360,7 @@ impl Searched {
         let (_, node, _) = self.machines.sizes();
         let plan = candidate.plan(&self.base, node as usize / candidate.tensor_parallel);
         let (request, _) = Request::new(&plan).ok()?;
-        let request = Request {
-            prefetch_elems: candidate.prefetch_elems,
-            ..request
-        };
+        let request = request.with_prefetch(candidate.prefetch_elems);
         let stage = ZeroStage::from_number(candidate.stage.into()).unwrap();
         let units = self.machines.unit_sizes(candidate.tensor_parallel);
         let on = SimulatedOn::of(&plan).unwrap().unwrap();

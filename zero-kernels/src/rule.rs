@@ -1,0 +1,357 @@
+//! The contract of an optimizer's update rule.
+//!
+//! A rule declares which arrays of state it keeps beside the weights ([`Slot`]) and the scalars of a
+//! step ([`UpdateRule::scalars`]), and computes an update of a flat range: on the host a function
+//! over Rust slices ([`UpdateRule::update`]), on CUDA a kernel of this crate
+//! ([`UpdateRule::cuda_kernel`]). All else is common to all rules: gradient sums, the decision of a
+//! step, clipping, loss scale, masters, places of state, checkpoints.
+//!
+//! To add one, write a folder like `rules/adam`: the rule, its kernel, and a line each in
+//! `rules/mod.rs` and `cuda/source.rs`. A kernel's parameters are, in this order: the master weights,
+//! or the parameter and its remainder; the slots; the gradient; the parameter to write, if the
+//! master is another array; `const StepScalars *`; a struct with the words of
+//! [`CudaKernel::new`]'s constants; `Span`.
+
+use std::fmt;
+
+use half::bf16;
+use zero_alloc::device::{AnySlice, DType, DeviceSlice};
+
+use crate::host::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};
+use crate::{Codec, KernelError};
+
+/// Scalars of a step that a rule computes.
+pub const RULE_SCALARS: usize = 6;
+
+/// An array of state that a rule keeps, with an element for each weight. It starts at 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// The name in checkpoints, such as `first_moment`.
+    pub name: &'static str,
+    /// The format in which it is kept. Launches get fp32.
+    pub codec: Codec,
+}
+
+/// The elements that an update must see together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Grain {
+    /// Each alone: an update may be cut anywhere, so shards are flat and equal.
+    Element,
+    /// Those of a whole parameter, such as a matrix. Shards stay flat and equal: before the update
+    /// the gradients of a parameter would be exchanged to one owner, and behind it the parameter
+    /// back. No optimizer does that yet; zero-optim refuses such a rule.
+    Parameter,
+}
+
+/// A step of a rule.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepPoint {
+    /// The number of the update, counted from 1. Skipped steps do not count.
+    pub t: u64,
+    /// The learning rate.
+    pub lr: f64,
+    /// The decay rates of a schedule that cycles them, or of a parameter group; `None`: the rule's
+    /// own.
+    pub betas: Option<[f64; 2]>,
+}
+
+/// The scalars of a step's launches. They are in device memory, so that a step needs no host wait.
+#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct StepScalars {
+    /// Factor of every gradient: clip / (loss_scale x ranks x micro-batches).
+    pub grad_scale: f32,
+    /// [`UpdateRule::scalars`].
+    pub of_rule: [f32; RULE_SCALARS],
+    /// Nonzero if the step is skipped: the launches write nothing.
+    pub skip: u32,
+}
+
+impl StepScalars {
+    /// The scalars of a step that is not skipped.
+    pub fn new(grad_scale: f64, of_rule: [f32; RULE_SCALARS]) -> Self {
+        Self {
+            grad_scale: grad_scale as f32,
+            of_rule,
+            skip: 0,
+        }
+    }
+
+    /// The scalars of a skipped step.
+    pub fn skipped() -> Self {
+        Self {
+            skip: 1,
+            ..Self::default()
+        }
+    }
+}
+
+/// A setting of a rule that is outside its range.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SettingError {
+    /// The setting.
+    pub setting: &'static str,
+    /// Its value.
+    pub value: f64,
+    /// The range.
+    pub range: &'static str,
+}
+
+impl SettingError {
+    /// Returns an error unless `holds`.
+    ///
+    /// # Errors
+    /// `holds` is false.
+    pub fn unless(
+        holds: bool,
+        setting: &'static str,
+        value: f64,
+        range: &'static str,
+    ) -> Result<(), Self> {
+        if holds {
+            return Ok(());
+        }
+        Err(Self {
+            setting,
+            value,
+            range,
+        })
+    }
+}
+
+/// An update rule with its hyperparameters.
+pub trait UpdateRule: fmt::Debug + Send + Sync {
+    /// Its name.
+    fn name(&self) -> &'static str;
+
+    /// The label of its operations in traces.
+    fn label(&self, _form: &UpdateForm) -> &'static str {
+        self.name()
+    }
+
+    /// The hyperparameters as text, which ranks compare.
+    fn settings(&self) -> Vec<(&'static str, String)>;
+
+    /// Checks the hyperparameters.
+    ///
+    /// # Errors
+    /// The first one outside its range.
+    fn check(&self) -> Result<(), SettingError>;
+
+    /// The weight decay of elements whose group has none of its own.
+    fn weight_decay(&self) -> f64;
+
+    /// Its decay rates, if a schedule or a parameter group may replace them.
+    fn betas(&self) -> Option<[f64; 2]> {
+        None
+    }
+
+    /// The arrays of state. `averages`: the format for running averages of gradients.
+    fn slots(&self, averages: Codec) -> Vec<Slot>;
+
+    /// The elements that an update must see together.
+    fn grain(&self) -> Grain {
+        Grain::Element
+    }
+
+    /// The scalars of a step, rounded as all back ends use them.
+    fn scalars(&self, at: &StepPoint) -> [f32; RULE_SCALARS];
+
+    /// Updates a range on this thread. The step is not a skipped one.
+    ///
+    /// # Errors
+    /// The rule does not work on these slices.
+    fn update(&self, slices: UpdateSlices<'_>) -> Result<(), KernelError>;
+
+    /// The CUDA kernel for arguments of `form`; `None` if there is none.
+    fn cuda_kernel(&self, _form: &UpdateForm, _weight_decay: f64) -> Option<CudaKernel> {
+        None
+    }
+}
+
+/// Weights that an update reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub enum Weights {
+    /// fp32 masters.
+    Fp32 {
+        /// Updated.
+        master: DeviceSlice<f32>,
+        /// The parameter in fp32, bf16 or fp16, written; `None` if the master is the parameter.
+        param_out: Option<AnySlice>,
+    },
+    /// A bf16 parameter and a 16-bit remainder ([`Codec::Remainders`]).
+    Remainder {
+        /// Updated.
+        param: DeviceSlice<bf16>,
+        /// Updated.
+        remainder: DeviceSlice<i16>,
+    },
+}
+
+/// The arguments of [`Kernels::update`](crate::Kernels::update); all slices but the scalars have the
+/// same length.
+#[derive(Clone, Debug)]
+pub struct UpdateArgs {
+    /// The weights.
+    pub weights: Weights,
+    /// The rule's slots, in their order, updated.
+    pub slots: Vec<DeviceSlice<f32>>,
+    /// fp32, bf16 or fp16.
+    pub grad: AnySlice,
+    /// One element, read when the launch runs.
+    pub scalars: DeviceSlice<StepScalars>,
+    /// The weight decay of these elements, in place of the rule's.
+    pub weight_decay: f64,
+}
+
+/// The dtypes of an update's arguments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct UpdateForm {
+    /// The weights.
+    pub weights: WeightsForm,
+    /// The number of slots.
+    pub slots: usize,
+    /// The gradient.
+    pub grad: DType,
+}
+
+/// The dtypes of [`Weights`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WeightsForm {
+    /// fp32 masters.
+    Fp32 {
+        /// The dtype of the parameter that is written beside them.
+        param_out: Option<DType>,
+    },
+    /// bf16 parameters and remainders.
+    Remainder,
+}
+
+impl UpdateArgs {
+    /// The elements to update.
+    pub fn elems(&self) -> usize {
+        match self.weights {
+            Weights::Fp32 { master, .. } => master.len(),
+            Weights::Remainder { param, .. } => param.len(),
+        }
+    }
+
+    /// Bytes that the update reads and writes, its scalars left out.
+    pub fn bytes(&self) -> usize {
+        let elem = match self.weights {
+            Weights::Fp32 { .. } => size_of::<f32>(),
+            Weights::Remainder { .. } => size_of::<bf16>() + size_of::<i16>(),
+        };
+        let elem = elem + self.slots.len() * size_of::<f32>();
+        let written = match self.weights {
+            Weights::Fp32 { param_out, .. } => param_out.map_or(0, AnySlice::len_bytes),
+            Weights::Remainder { .. } => 0,
+        };
+        2 * elem * self.elems() + self.grad.len_bytes() + written
+    }
+
+    /// Its dtypes.
+    pub fn form(&self) -> UpdateForm {
+        UpdateForm {
+            weights: match self.weights {
+                Weights::Fp32 { param_out, .. } => WeightsForm::Fp32 {
+                    param_out: param_out.map(AnySlice::dtype),
+                },
+                Weights::Remainder { .. } => WeightsForm::Remainder,
+            },
+            slots: self.slots.len(),
+            grad: self.grad.dtype(),
+        }
+    }
+
+    /// The arguments as Rust slices.
+    ///
+    /// # Safety
+    /// As for [`DeviceSlice::as_host_mut`] of each: host memory, disjoint, and nothing else accesses
+    /// it meanwhile.
+    pub(crate) unsafe fn as_host<'a>(
+        &self,
+        scalars: StepScalars,
+    ) -> Result<UpdateSlices<'a>, KernelError> {
+        let weights = match self.weights {
+            Weights::Fp32 { master, param_out } => WeightSlices::Fp32 {
+                // SAFETY: the caller's promise.
+                master: unsafe { master.as_host_mut() },
+                param_out: match param_out {
+                    // SAFETY: the caller's promise.
+                    Some(param) => Some(unsafe { FloatSliceMut::of(param) }?),
+                    None => None,
+                },
+            },
+            Weights::Remainder { param, remainder } => WeightSlices::Remainder {
+                // SAFETY: the caller's promise.
+                param: unsafe { param.as_host_mut() },
+                // SAFETY: the caller's promise.
+                remainder: unsafe { remainder.as_host_mut() },
+            },
+        };
+        let slots = self.slots.iter();
+        Ok(UpdateSlices {
+            weights,
+            // SAFETY: the caller's promise.
+            slots: slots.map(|slot| unsafe { slot.as_host_mut() }).collect(),
+            // SAFETY: the caller's promise.
+            grad: unsafe { FloatSlice::of(self.grad) }?,
+            scalars,
+            weight_decay: self.weight_decay,
+        })
+    }
+}
+
+/// Names of a kernel's variants for fp32, bf16 and fp16, in the order of [`float_index`].
+macro_rules! entries {
+    ($prefix:literal) => {
+        [
+            concat!($prefix, "_f32"),
+            concat!($prefix, "_bf16"),
+            concat!($prefix, "_f16"),
+        ]
+    };
+}
+pub(crate) use entries;
+
+/// The index of a dtype in `entries!`.
+pub(crate) const fn float_index(dtype: DType) -> Option<usize> {
+    match dtype {
+        DType::F32 => Some(0),
+        DType::Bf16 => Some(1),
+        DType::F16 => Some(2),
+        _ => None,
+    }
+}
+
+/// A CUDA kernel of this crate for an update.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CudaKernel {
+    /// The arguments that it accepts.
+    pub(crate) form: UpdateForm,
+    pub(crate) source: &'static str,
+    pub(crate) entry: &'static str,
+    pub(crate) constants: Vec<u32>,
+}
+
+impl CudaKernel {
+    /// The kernel `entry` of the file `source`, whose parameters are those of `form` and a struct of
+    /// the words `constants`. tests/nvrtc.rs compares them with the compiled kernel.
+    pub(crate) const fn new(
+        form: UpdateForm,
+        source: &'static str,
+        entry: &'static str,
+        constants: Vec<u32>,
+    ) -> Self {
+        Self {
+            form,
+            source,
+            entry,
+            constants,
+        }
+    }
+}
