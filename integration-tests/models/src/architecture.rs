@@ -11,15 +11,15 @@ use zero_trainer::{ModelError, ModelRanks, Pass};
 
 use crate::config::json::Keys;
 use crate::config::{ConfigError, init};
-use crate::decoder::arch::HostModel;
-use crate::decoder::gpu::arch::GpuModel;
+use crate::decoder::config::DecoderConfig;
+use crate::decoder::gpu::{self, GpuDecoder, GpuModel};
 use crate::decoder::passes::passes;
 use crate::decoder::sequence_part::Exchanges;
+use crate::decoder::{self, Decoder, HostModel};
 use crate::gpt2::config::GptConfig;
 use crate::llama::config::{Family, LlamaConfig};
 use crate::ops::Threads;
 use crate::options::{GpuBytes, ModelOptions};
-use crate::{gpt2, llama};
 
 /// Names of the presets.
 pub const PRESETS: [&str; 13] = [
@@ -148,8 +148,8 @@ impl ModelConfig {
     pub fn check(&self, options: &ModelOptions) -> Result<(), ModelError> {
         self.validate()?;
         self.check_tensor_ranks(options.tensor_ranks)?;
-        let heads = self.heads().map(|heads| heads / options.tensor_ranks);
-        options.validate(self.max_positions(), heads)?;
+        let part = self.decoder().cut(options.tensor_ranks);
+        options.validate(self.max_positions(), [part.heads, part.kv_heads])?;
         let row = options.tokens() * self.hidden();
         if options.partition_activations && !row.is_multiple_of(options.tensor_ranks) {
             return Err(ModelError::from(format!(
@@ -171,32 +171,20 @@ impl ModelConfig {
         }
     }
 
-    /// Heads of queries, and of keys.
-    fn heads(&self) -> [usize; 2] {
-        match self {
-            Self::Gpt2(config) => [config.n_head; 2],
-            Self::Llama(config) => [config.heads, config.kv_heads],
-        }
+    /// The decoder of this shape.
+    pub(crate) fn decoder(&self) -> DecoderConfig {
+        each!(self, config => config.decoder())
     }
 
     /// Heads of keys and values.
     pub fn kv_heads(&self) -> usize {
-        let [_, keys] = self.heads();
-        keys
-    }
-
-    /// Elements of a head.
-    fn head_dim(&self) -> usize {
-        match self {
-            Self::Gpt2(config) => config.head_dim(),
-            Self::Llama(config) => config.head_dim,
-        }
+        self.decoder().kv_heads
     }
 
     /// Elements of activations that a rank sends to the other ranks of its sequences for one
     /// micro-batch; 0 if it shares none. The options must be valid for the configuration.
     pub fn sequence_elems(&self, options: &ModelOptions) -> u64 {
-        let exchanges = Exchanges::new(options, self.heads(), self.head_dim());
+        let exchanges = Exchanges::new(&self.decoder(), options);
         let passes = if options.activation_checkpointing {
             3
         } else {
@@ -229,10 +217,7 @@ impl ModelConfig {
 
     /// Blocks.
     pub fn layers(&self) -> usize {
-        match self {
-            Self::Gpt2(config) => config.n_layer,
-            Self::Llama(config) => config.layers,
-        }
+        self.decoder().layers
     }
 
     /// Whether the head is the transposed embedding.
@@ -242,61 +227,41 @@ impl ModelConfig {
 
     /// The name of the embedding's matrix, which a tied head shares.
     pub fn embedding_name(&self) -> &'static str {
-        match self {
-            Self::Gpt2(_) => "transformer.wte.weight",
-            Self::Llama(_) => "model.embed_tokens.weight",
-        }
+        self.decoder().names.tokens
     }
 
     /// The prefix of names that files of the model without its head omit.
     pub(crate) fn prefix(&self) -> &'static str {
-        match self {
-            Self::Gpt2(_) => "transformer.",
-            Self::Llama(_) => "model.",
-        }
+        self.decoder().names.prefix
     }
 
     /// The width of the residual stream.
     pub fn hidden(&self) -> usize {
-        match self {
-            Self::Gpt2(config) => config.n_embd,
-            Self::Llama(config) => config.hidden,
-        }
+        self.decoder().width
     }
 
     /// The sizes of a transformer of about this shape.
     pub fn shape(&self) -> TransformerShape {
-        let [layers, hidden, vocab] =
-            [self.layers(), self.hidden(), self.vocab_size()].map(|n| n as u64);
-        let [heads, inner] = match self {
-            Self::Gpt2(config) => [config.n_head, config.n_inner],
-            Self::Llama(config) => [config.heads, config.intermediate],
-        }
-        .map(|n| n as u64);
+        let config = self.decoder();
         TransformerShape {
-            layers,
-            hidden,
-            heads,
-            inner,
-            vocab,
+            layers: config.layers as u64,
+            hidden: config.width as u64,
+            heads: config.heads as u64,
+            inner: config.inner as u64,
+            vocab: config.vocab as u64,
         }
     }
 
     /// Floating-point operations of forward and backward, for a token of a sequence of `seq_len`:
     /// six for each factor of a product, and those of attention's products.
     pub fn flops_per_token(&self, seq_len: usize) -> f64 {
-        let looked_up = if self.tied_head() {
-            0
-        } else {
-            self.vocab_size()
+        let config = self.decoder();
+        let looked_up = match config.tied_head {
+            true => config.positions,
+            false => config.positions + config.vocab,
         };
-        let (positions, attention_width) = match self {
-            Self::Gpt2(config) => (config.n_positions, config.n_embd),
-            Self::Llama(config) => (0, config.q_width()),
-        };
-        let factors =
-            self.parameter_count() as f64 - ((positions + looked_up) * self.hidden()) as f64;
-        let attention = (self.layers() * attention_width) as f64 * seq_len as f64;
+        let factors = config.elems() as f64 - (looked_up * config.width) as f64;
+        let attention = (config.layers * config.q_width()) as f64 * seq_len as f64;
         6.0 * factors + 12.0 * attention
     }
 
@@ -399,13 +364,13 @@ impl ModelConfig {
             .ok_or_else(|| ConfigError::UnknownParameter(name.to_owned()))?;
         let rule = each!(self, config => config.rule(name));
         init::fill(seed, &param, rule, range.clone(), out)?;
-        if let Self::Llama(config) = self
-            && name == self.embedding_name()
-            && let Some(token) = config.padding_token()
+        let config = self.decoder();
+        if name == config.names.tokens
+            && let Some(token) = config.padding_token
         {
-            let row = (token * config.hidden) as u64;
+            let row = (token * config.width) as u64;
             let first = row.clamp(range.start, range.end) - range.start;
-            let end = (row + config.hidden as u64).clamp(range.start, range.end) - range.start;
+            let end = (row + config.width as u64).clamp(range.start, range.end) - range.start;
             out[first as usize..end as usize].fill(0.0);
         }
         Ok(())
@@ -413,18 +378,12 @@ impl ModelConfig {
 
     /// The exact bytes of activations on the host. The options must be valid for the configuration.
     pub fn activations_bytes(&self, options: &ModelOptions) -> u64 {
-        match self {
-            Self::Gpt2(config) => gpt2::activations_bytes(config, options),
-            Self::Llama(config) => llama::activations_bytes(config, options),
-        }
+        decoder::activations_bytes(&self.decoder(), options)
     }
 
     /// The exact bytes on a GPU. The options must be valid for the configuration.
     pub fn gpu_bytes(&self, options: &ModelOptions) -> GpuBytes {
-        match self {
-            Self::Gpt2(config) => gpt2::gpu::gpu_bytes(config, options),
-            Self::Llama(config) => llama::gpu::gpu_bytes(config, options),
-        }
+        gpu::gpu_bytes(&self.decoder(), options)
     }
 
     /// The model on the host, with activations from `pool`, for passes on `stream` only.
@@ -454,10 +413,9 @@ impl ModelConfig {
         ranks: &ModelRanks<HostDevice>,
     ) -> Result<Box<dyn HostModel>, ModelError> {
         self.check(&options)?;
-        match self.clone() {
-            Self::Gpt2(config) => gpt2::on_host(config, options, pool, stream, threads, ranks),
-            Self::Llama(config) => llama::on_host(config, options, pool, stream, threads, ranks),
-        }
+        let config = self.decoder();
+        let model = Decoder::new(&config, options, pool, stream, threads, ranks)?;
+        Ok(Box::new(model))
     }
 
     /// The model on a GPU, with activations from `pool`, for passes on `stream` only.
@@ -512,10 +470,9 @@ impl ModelConfig {
     ) -> Result<Box<dyn GpuModel>, ModelError> {
         self.check(&options)?;
         self.check_on_gpu()?;
-        match self.clone() {
-            Self::Gpt2(config) => gpt2::gpu::on_cuda(config, options, rows, pool, stream, ranks),
-            Self::Llama(config) => llama::gpu::on_cuda(config, options, rows, pool, stream, ranks),
-        }
+        let config = self.decoder();
+        let model = GpuDecoder::new(&config, &options, rows, pool, stream, ranks)?;
+        Ok(Box::new(model))
     }
 }
 

@@ -17,8 +17,7 @@ mod tensor_traffic;
 
 pub use architecture::{ModelConfig, PRESETS, param_kind};
 pub use config::ConfigError;
-pub use decoder::arch::HostModel;
-pub use decoder::gpu::arch::GpuModel;
-pub use decoder::gpu::writes_grad;
+pub use decoder::HostModel;
+pub use decoder::gpu::{GpuModel, writes_grad};
 pub use options::{GpuBytes, ModelOptions};
 pub use tensor_traffic::{TensorBytes, TensorElems};

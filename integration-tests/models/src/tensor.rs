@@ -1,16 +1,13 @@
-//! Tensor parallelism: how ranks cut a model's parameters (Megatron-LM, arXiv 1909.08053).
-//!
-//! The first matrix of attention and of the MLP is cut by columns of its output, so that each rank
-//! has whole heads; the second by its rows, so that the ranks' outputs are summed. Embedding and
-//! head are cut by tokens of the vocabulary. Norms, the biases of second matrices and learned
-//! positions are the same on all ranks.
+//! Tensor parallelism: a rank's part of a model's parameters and of the vocabulary (Megatron-LM, arXiv
+//! 1909.08053). [`DecoderConfig::cut_of`] has the cut of each parameter.
 
 use std::borrow::Cow;
 
 use zero_alloc::device::Device;
-use zero_shard::{ParamSpec, TensorCut, TensorPart, UnitSpec};
+use zero_shard::{ParamSpec, TensorPart, UnitSpec};
 use zero_trainer::{Batch, ModelError, ModelRanks};
 
+use crate::decoder::config::DecoderConfig;
 use crate::ops::cross_entropy::VocabPart;
 use crate::options::ModelOptions;
 
@@ -78,54 +75,42 @@ impl TensorRank {
         }
     }
 
-    /// This rank's part of units.
-    pub(crate) fn units(self, units: Vec<UnitSpec>) -> Result<Vec<UnitSpec>, ModelError> {
+    /// This rank's place of the token whose embedding is not trained.
+    pub(crate) fn padding(self, config: &DecoderConfig) -> Option<u32> {
+        let token = config.padding_token?;
+        Some(self.vocab(config.vocab).local(token as u32))
+    }
+
+    /// This rank's part of a model's units.
+    pub(crate) fn units(self, config: &DecoderConfig) -> Result<Vec<UnitSpec>, ModelError> {
         let part = TensorPart::new(self.rank as u64, self.ranks as u64)?;
+        let cut_of = |param: &ParamSpec| config.cut_of(&param.name);
+        let units = config.units();
         let units = units.iter().map(|unit| part.unit(unit, cut_of));
         Ok(units.collect::<Result<_, _>>()?)
     }
 }
 
-/// How a parameter of any architecture is cut.
-pub(crate) fn cut_of(param: &ParamSpec) -> TensorCut {
-    const BY_ROWS: [&str; 14] = [
-        ".wte.weight",
-        "embed_tokens.weight",
-        "lm_head.weight",
-        "attn.c_proj.weight",
-        "mlp.c_proj.weight",
-        ".c_fc.bias",
-        ".q_proj.weight",
-        ".k_proj.weight",
-        ".v_proj.weight",
-        ".q_proj.bias",
-        ".k_proj.bias",
-        ".v_proj.bias",
-        ".gate_proj.weight",
-        ".up_proj.weight",
-    ];
-    let is_any = |names: &[&str]| names.iter().any(|name| param.name.ends_with(name));
-    let dim = |dim, blocks| TensorCut::Dim { dim, blocks };
-    match () {
-        // Queries, keys and values, each by heads.
-        () if is_any(&[".c_attn.weight"]) => dim(1, 3),
-        () if is_any(&[".c_attn.bias"]) => dim(0, 3),
-        () if is_any(&[".c_fc.weight", ".o_proj.weight", ".down_proj.weight"]) => dim(1, 1),
-        () if is_any(&BY_ROWS) || is_any(&[".gate_proj.bias", ".up_proj.bias"]) => dim(0, 1),
-        () => TensorCut::Replicated,
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use zero_shard::TensorCut;
     use zero_trainer::IGNORED;
 
     use super::*;
+    use crate::ModelConfig;
 
     /// Each kind of parameter of each preset, by hand.
     #[test]
     fn parameters_are_cut_as_megatron_does() {
-        let cut = |name: &str| cut_of(&ParamSpec::new(name, [1, 1]));
+        let [gpt2, llama] = ["nano", "llama2-7b"].map(|name| ModelConfig::preset(name).unwrap());
+        let cut = |name: &str| {
+            let config = if name.starts_with("model.") {
+                &llama
+            } else {
+                &gpt2
+            };
+            config.tensor_cut(&ParamSpec::new(name, [1, 1]))
+        };
         let h = "transformer.h.3.";
         let l = "model.layers.3.";
         for (name, dim, blocks) in [

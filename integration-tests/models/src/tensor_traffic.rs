@@ -8,8 +8,7 @@ use crate::config::{ConfigError, check_divides};
 use crate::decoder::{gpu, part_rows};
 use crate::ops::cross_entropy::STATISTICS;
 use crate::options::ModelOptions;
-use crate::tensor::{TensorRank, cut_of};
-use crate::{gpt2, llama};
+use crate::tensor::TensorRank;
 
 /// Elements that a rank of tensor parallelism sends to the others for one micro-batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -96,7 +95,16 @@ impl ModelConfig {
         let row = tokens * self.hidden() as u64;
         let layers = self.layers() as u64;
         let Rows { sums, gathers } = Rows::of(options, layers, on_gpu);
-        let partial = self.partial_elems(options, on_gpu) * layers + self.final_norm_elems(options);
+        let config = self.decoder();
+        let of_block = match on_gpu {
+            true => gpu::partial_elems(&config, options),
+            false => config.partial_elems(options),
+        };
+        let of_head = match options.sequence_parallel {
+            true => config.norm.params() * config.width,
+            false => 0,
+        };
+        let partial = of_block as u64 * layers + of_head as u64;
         let whole = match on_gpu && options.offload_activations {
             true => gpu::RING as u64,
             false => part_rows::RING as u64,
@@ -119,29 +127,6 @@ impl ModelConfig {
         }
     }
 
-    /// Gradients of a block that are sums over the ranks: of the norms of heads, and with sequence
-    /// parallelism of all norms; a GPT-2 on a GPU sums those of the biases before norms with them.
-    fn partial_elems(&self, options: &ModelOptions, on_gpu: bool) -> u64 {
-        let elems = match self {
-            Self::Gpt2(config) if on_gpu && options.sequence_parallel => {
-                gpt2::gpu::PARTIAL_SUMS * config.n_embd
-            }
-            Self::Gpt2(config) => gpt2::partial_elems(config, options),
-            Self::Llama(config) => llama::partial_elems(config, options),
-        };
-        elems as u64
-    }
-
-    /// Those of the head.
-    fn final_norm_elems(&self, options: &ModelOptions) -> u64 {
-        let elems = match (options.sequence_parallel, self) {
-            (false, _) => 0,
-            (true, Self::Gpt2(config)) => 2 * config.n_embd,
-            (true, Self::Llama(config)) => config.hidden,
-        };
-        elems as u64
-    }
-
     /// The part of each unit on one of `ranks` ranks of tensor parallelism: of the same sizes on
     /// all.
     ///
@@ -149,12 +134,12 @@ impl ModelConfig {
     /// As [`Self::check_tensor_ranks`].
     pub fn units_of_part(&self, ranks: usize) -> Result<Vec<UnitSpec>, ModelError> {
         self.check_tensor_ranks(ranks)?;
-        TensorRank { rank: 0, ranks }.units(self.units())
+        TensorRank { rank: 0, ranks }.units(&self.decoder())
     }
 
     /// How tensor parallelism cuts a parameter.
     pub fn tensor_cut(&self, param: &ParamSpec) -> TensorCut {
-        cut_of(param)
+        self.decoder().cut_of(&param.name)
     }
 
     /// Checks that tensor parallelism over `ranks` ranks can cut the model.

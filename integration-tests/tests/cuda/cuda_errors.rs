@@ -4,7 +4,9 @@ use zero_alloc::device::{DType, Device, Stream};
 use zero_models::cuda::attention::{Attention, Masks, Shape};
 use zero_models::cuda::cross_entropy::Scale;
 use zero_models::cuda::matmul::{Epilogue, Matmul, Matrix, Product};
-use zero_models::cuda::{OpError, column_sums, cross_entropy, gelu, layer_norm};
+use zero_models::cuda::norm::{self, Norm};
+use zero_models::cuda::{OpError, column_sums, cross_entropy, gelu};
+use zero_models::ops::norm::NormKind;
 
 use zero_trainer::ModelError;
 
@@ -45,21 +47,19 @@ fn lengths_types_and_sizes_that_do_not_fit() {
         "{error}"
     );
 
-    let norm = |n: usize, stats| {
-        layer_norm::forward(
-            &ops,
-            stream,
-            bf16(2 * n),
-            gpu.zeros(stats),
-            bf16(2 * n),
-            bf16(n),
-            bf16(n),
-            1e-5,
-        )
+    let layer_norm = |n: usize, stats| {
+        let params = Norm {
+            kind: NormKind::Layer,
+            gain: bf16(n),
+            bias: bf16(n),
+            eps: 1e-5,
+        };
+        let y = bf16(2 * n);
+        norm::forward(&ops, stream, params, y, gpu.zeros(stats), bf16(2 * n))
     };
 
     assert!(matches!(
-        norm(16, 3).unwrap_err(),
+        layer_norm(16, 3).unwrap_err(),
         OpError::Length {
             expected: 4,
             got: 3,
@@ -68,14 +68,20 @@ fn lengths_types_and_sizes_that_do_not_fit() {
     ));
 
     assert!(
-        matches!(norm(1025, 4).unwrap_err(), OpError::Size { got: 1025, .. }),
+        matches!(
+            layer_norm(1025, 4).unwrap_err(),
+            OpError::Size { got: 1025, .. }
+        ),
         "odd and wide"
     );
     assert!(
-        matches!(norm(4104, 4).unwrap_err(), OpError::Size { got: 4104, .. }),
+        matches!(
+            layer_norm(4104, 4).unwrap_err(),
+            OpError::Size { got: 4104, .. }
+        ),
         "wide"
     );
-    norm(4096, 4).unwrap();
+    layer_norm(4096, 4).unwrap();
 
     let error = column_sums::sum_rows(&ops, stream, gpu.zeros(8).into(), bf16(16), gpu.zeros(7))
         .unwrap_err();
@@ -164,13 +170,7 @@ fn matrices_that_do_not_fit() {
     let gpu = Gpu::open();
     let matmul = Matmul::new(&gpu.device, gpu.fresh(1 << 20, DType::F32)).unwrap();
     let matrix = |rows, cols| Matrix::new(gpu.fresh(rows * cols, DType::Bf16), cols);
-    let good = Product {
-        left: matrix(4, 8),
-        right: matrix(8, 16),
-        out: matrix(4, 16),
-        add: None,
-        epilogue: Epilogue::None,
-    };
+    let good = Product::new(matrix(4, 8), matrix(8, 16), matrix(4, 16));
 
     assert!(matmul.supports(&good).unwrap());
     let wrong = [
@@ -194,20 +194,11 @@ fn matrices_that_do_not_fit() {
             add: Some(matrix(4, 15)),
             ..good
         },
-        Product {
-            epilogue: Epilogue::Bias(gpu.fresh(15, DType::Bf16)),
-            ..good
-        },
-        Product {
-            epilogue: Epilogue::Bias(gpu.fresh(16, DType::F32)),
-            ..good
-        },
-        Product {
-            epilogue: Epilogue::GeluBackward {
-                input: gpu.fresh(63, DType::Bf16),
-            },
-            ..good
-        },
+        good.with(Epilogue::Bias(gpu.fresh(15, DType::Bf16))),
+        good.with(Epilogue::Bias(gpu.fresh(16, DType::F32))),
+        good.with(Epilogue::GeluBackward {
+            input: gpu.fresh(63, DType::Bf16),
+        }),
         Product {
             right: Matrix::new(gpu.fresh(128, DType::F16), 16),
             ..good

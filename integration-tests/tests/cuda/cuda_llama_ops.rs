@@ -1,91 +1,13 @@
 //! The operations of the Llama family, forward and backward, against fp64 on the same inputs.
 
 use zero_alloc::device::DType;
-use zero_models::cuda::rope::{self, Angles, Heads};
-use zero_models::cuda::{SumOut, rms_norm, swiglu};
-use zero_models::ops::Span;
+use zero_models::cuda::rope::{self, Angles};
+use zero_models::cuda::{SumOut, swiglu};
+use zero_models::ops::{Heads, Span};
 
 use crate::cuda_attention::{documents, table};
 use crate::fp64;
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
-
-fn check_rms_norm(gpu: &Gpu, dtype: DType, rows: usize, n: usize) {
-    let ops = gpu.kernels(dtype);
-    let what = format!("{dtype} {rows} x {n}");
-    let x = values(rows * n, 1);
-    let dy = values(rows * n, 2);
-    let gain = values(n, 3);
-    let start = values(rows * n, 5);
-    let r = |v: &[f32]| rounded(v, dtype);
-    let [want_y, mut want_dx, want_dgain] = fp64::rms_norm(&r(&x), &r(&gain), &r(&dy));
-    let starts = r(&start);
-    want_dx
-        .iter_mut()
-        .zip(starts)
-        .for_each(|(want, v)| *want += v);
-
-    let x = gpu.put(&x, dtype);
-    let dy = gpu.put(&dy, dtype);
-    let gain = gpu.put(&gain, dtype);
-    let y = gpu.fresh(rows * n, dtype);
-    let stats = gpu.floats(&vec![f32::NAN; rows]);
-    rms_norm::forward(&ops, &gpu.stream, y, stats, x, gain, 1e-5).unwrap();
-    let close = |got: &[f32], want: &[f64], tolerance: f64, name: &str| {
-        close(got, want, tolerance, &format!("{what}: {name}"));
-    };
-    close(&gpu.get(y), &want_y, tolerance(dtype), "y");
-
-    // The sum is added to an existing value, or written.
-    for adds in [true, false] {
-        let dgain = gpu.floats(&vec![if adds { 1.0 } else { f32::NAN }; n]);
-        let sums = if adds {
-            SumOut::Add(dgain)
-        } else {
-            SumOut::Write(dgain.erase())
-        };
-        let again = gpu.fresh(rows * n, dtype);
-        let workspace = gpu.floats(&vec![f32::NAN; rms_norm::workspace_elems(rows, n)]);
-        let dx = gpu.put(&start, dtype);
-        rms_norm::backward(
-            &ops,
-            &gpu.stream,
-            dx,
-            sums,
-            adds.then_some(again),
-            dy,
-            x,
-            stats,
-            gain,
-            workspace,
-        )
-        .unwrap();
-        close(&gpu.get(dx), &want_dx, tolerance(dtype), "dx");
-        let off = if adds { 1.0 } else { 0.0 };
-        let want: Vec<f64> = want_dgain.iter().map(|v| v + off).collect();
-        close(&gpu.get(dgain.erase()), &want, 2e-6, "dgain");
-        if adds {
-            assert_eq!(gpu.get(again), gpu.get(y), "{what}: y again");
-        }
-    }
-}
-
-#[test]
-#[ignore = "needs a CUDA device"]
-fn rms_norms() {
-    let gpu = Gpu::open();
-    for dtype in FLOATS {
-        // One chunk of columns, odd widths, several chunks, and more rows than the blocks have
-        // warps.
-        for (rows, n) in [(5, 8), (3, 13), (9, 776), (2200, 8)] {
-            check_rms_norm(&gpu, dtype, rows, n);
-        }
-    }
-    // The first and the last width of each kernel.
-    for n in [1024, 1032, 2048, 2056, 4096, 4104, 8192, 1023] {
-        check_rms_norm(&gpu, DType::Bf16, 3, n);
-    }
-    check_rms_norm(&gpu, DType::F32, 2, 8192);
-}
 
 #[test]
 #[ignore = "needs a CUDA device"]

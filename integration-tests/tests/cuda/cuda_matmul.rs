@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use zero_alloc::Pool;
 use zero_alloc::cuda::CudaStream;
-use zero_alloc::device::DType;
+use zero_alloc::device::{AnySlice, DType};
 use zero_models::cuda::OpError;
 use zero_models::cuda::matmul::{Epilogue, LibraryError, Matmul, Matrix, Product, Timing};
 
@@ -14,6 +14,14 @@ use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
 
 fn matmul(gpu: &Gpu) -> Matmul {
     Matmul::new(&gpu.device, gpu.fresh(1 << 20, DType::F32)).unwrap()
+}
+
+fn run(gpu: &Gpu, matmul: &Matmul, product: Product) {
+    matmul.run(&gpu.stream, &product).unwrap();
+}
+
+fn check(gpu: &Gpu, got: AnySlice, want: &[f64], tolerance: f64, what: &str) {
+    close(&gpu.get(got), want, tolerance, what);
 }
 
 /// Products that choose the candidate with this index and keep the choice in `folder`.
@@ -36,13 +44,7 @@ fn try_added(gpu: &Gpu, matmul: &Matmul) -> Result<Vec<u32>, OpError> {
     let left = Matrix::new(left, k);
     let right = Matrix::new(right, n);
     let out = Matrix::new(sum, n);
-    let product = Product {
-        left,
-        right,
-        out,
-        add: Some(out),
-        epilogue: Epilogue::None,
-    };
+    let product = Product::new(left, right, out).onto_out();
     matmul.run(&gpu.stream, &product)?;
     Ok(gpu.get(sum).into_iter().map(f32::to_bits).collect())
 }
@@ -166,13 +168,7 @@ fn nothing_is_measured_in_a_recording() {
     let right = matrix(2);
     let out = Matrix::new(y, 8);
 
-    let product = Product {
-        left,
-        right,
-        out,
-        add: None,
-        epilogue: Epilogue::None,
-    };
+    let product = Product::new(left, right, out);
 
     let mut ran = Ok(());
     let enqueue = || {
@@ -183,7 +179,7 @@ fn nothing_is_measured_in_a_recording() {
     drop(gpu.stream.capture(enqueue).unwrap());
     ran.unwrap();
     assert!(folder.path().read_dir().unwrap().next().is_none());
-    matmul.run(&gpu.stream, &product).unwrap();
+    run(&gpu, &matmul, product);
     assert_eq!(files(folder.path()).len(), 1, "measured by the next run");
 }
 
@@ -204,18 +200,9 @@ fn fused_or_apart_is_measured_and_kept() {
     let right = Matrix::new(dy, n);
     let out = Matrix::new(dw, n);
 
-    let fused = Product {
-        left,
-        right,
-        out,
-        add: None,
-        epilogue: Epilogue::BiasGradient(db),
-    };
+    let fused = Product::new(left, right, out).with(Epilogue::BiasGradient(db));
 
-    let plain = Product {
-        epilogue: Epilogue::None,
-        ..fused
-    };
+    let plain = fused.with(Epilogue::None);
 
     let mut runs = 0;
     let mut faster = |matmul: &Matmul| {
@@ -279,20 +266,10 @@ fn products_of_all_transpositions() {
             };
             let y = gpu.fresh(m * n, dtype);
             let out = Matrix::new(y, n);
-            matmul
-                .run(
-                    &gpu.stream,
-                    &Product {
-                        left,
-                        right,
-                        out,
-                        add: None,
-                        epilogue: Epilogue::None,
-                    },
-                )
-                .unwrap();
-            close(
-                &gpu.get(y),
+            run(&gpu, &matmul, Product::new(left, right, out));
+            check(
+                &gpu,
+                y,
                 &want,
                 tolerance(dtype),
                 &format!("{dtype} {ta} {tb}"),
@@ -301,21 +278,10 @@ fn products_of_all_transpositions() {
             // Added to existing fp32 values: the gradient of a weight.
             let sum = gpu.floats(&vec![3.0; m * n]).erase();
             let out = Matrix::new(sum, n);
-            let product = Product {
-                left,
-                right,
-                out,
-                add: Some(out),
-                epilogue: Epilogue::None,
-            };
-            matmul.run(&gpu.stream, &product).unwrap();
+            let product = Product::new(left, right, out).onto_out();
+            run(&gpu, &matmul, product);
             let want: Vec<f64> = want.iter().map(|v| v + 3.0).collect();
-            close(
-                &gpu.get(sum),
-                &want,
-                2e-6,
-                &format!("{dtype} {ta} {tb}, added"),
-            );
+            check(&gpu, sum, &want, 2e-6, &format!("{dtype} {ta} {tb}, added"));
         }
     }
 }
@@ -344,18 +310,7 @@ fn rows_further_apart_than_they_are_long() {
     let right = Matrix::new(right, k).t();
     let out = Matrix::with_stride(y, n, stride);
 
-    matmul
-        .run(
-            &gpu.stream,
-            &Product {
-                left,
-                right,
-                out,
-                add: None,
-                epilogue: Epilogue::None,
-            },
-        )
-        .unwrap();
+    run(&gpu, &matmul, Product::new(left, right, out));
 
     let got = gpu.get(y);
     let real: Vec<f32> = got.chunks(stride).flat_map(|r| r[..n].to_vec()).collect();
@@ -397,32 +352,27 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
         let bias = gpu.put(&bias, dtype);
         let x = gpu.put(&x, dtype);
         let y = gpu.fresh(m * n, dtype);
-        let plain = Product {
-            left,
-            right,
-            out: Matrix::new(y, n),
-            add: None,
-            epilogue: Epilogue::Bias(bias),
-        };
-        matmul.run(&gpu.stream, &plain).unwrap();
-        close(
-            &gpu.get(y),
+        let plain = Product::new(left, right, Matrix::new(y, n)).with(Epilogue::Bias(bias));
+        run(&gpu, &matmul, plain);
+        check(
+            &gpu,
+            y,
             &biased,
             tolerance(dtype),
             &format!("{dtype}: bias"),
         );
-        matmul
-            .run(
-                &gpu.stream,
-                &Product {
-                    add: Some(Matrix::new(x, n)),
-                    ..plain
-                },
-            )
-            .unwrap();
+        run(
+            &gpu,
+            &matmul,
+            Product {
+                add: Some(Matrix::new(x, n)),
+                ..plain
+            },
+        );
         let want: Vec<f64> = biased.iter().zip(&x64).map(|(y, x)| y + x).collect();
-        close(
-            &gpu.get(y),
+        check(
+            &gpu,
+            y,
             &want,
             tolerance(dtype),
             &format!("{dtype}: bias and residual"),
@@ -433,10 +383,7 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
             continue;
         }
         let input = gpu.fresh(m * n, dtype);
-        let forward = Product {
-            epilogue: Epilogue::BiasGelu { bias, input },
-            ..plain
-        };
+        let forward = plain.with(Epilogue::BiasGelu { bias, input });
         if !matmul.supports(&forward).unwrap() {
             let error = matmul.run(&gpu.stream, &forward).unwrap_err();
             assert!(
@@ -445,37 +392,26 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
             );
             continue;
         }
-        matmul.run(&gpu.stream, &forward).unwrap();
-        close(
-            &gpu.get(input),
+        run(&gpu, &matmul, forward);
+        check(
+            &gpu,
+            input,
             &biased,
             tolerance(dtype),
             &format!("{dtype}: GELU's input"),
         );
         let want: Vec<f64> = biased.iter().map(|v| fp64::gelu(*v)[0]).collect();
-        close(
-            &gpu.get(y),
-            &want,
-            tolerance(dtype),
-            &format!("{dtype}: GELU"),
-        );
+        check(&gpu, y, &want, tolerance(dtype), &format!("{dtype}: GELU"));
         let seen: Vec<f64> = gpu.get(input).iter().map(|v| f64::from(*v)).collect();
         let want: Vec<f64> = product
             .iter()
             .zip(&seen)
             .map(|(p, v)| p * fp64::gelu(*v)[1])
             .collect();
-        matmul
-            .run(
-                &gpu.stream,
-                &Product {
-                    epilogue: Epilogue::GeluBackward { input },
-                    ..plain
-                },
-            )
-            .unwrap();
-        close(
-            &gpu.get(y),
+        run(&gpu, &matmul, plain.with(Epilogue::GeluBackward { input }));
+        check(
+            &gpu,
+            y,
             &want,
             tolerance(dtype),
             &format!("{dtype}: GELU backward"),
@@ -507,26 +443,24 @@ fn bias_gradient_beside_a_weight_gradient() {
             .collect();
         let dw = gpu.fresh(k * n, out);
         let db = gpu.fresh(n, out);
-        let product = Product {
-            left: Matrix::new(gpu.put(&x, dtype), k).t(),
-            right: Matrix::new(gpu.put(&dy, dtype), n),
-            out: Matrix::new(dw, n),
-            add: None,
-            epilogue: Epilogue::BiasGradient(db),
-        };
+        let left = Matrix::new(gpu.put(&x, dtype), k).t();
+        let right = Matrix::new(gpu.put(&dy, dtype), n);
+        let out = Matrix::new(dw, n);
+        let product = Product::new(left, right, out).with(Epilogue::BiasGradient(db));
         if !matmul.supports(&product).unwrap() {
             assert!(gpu.is_real(), "the stand-in supports it");
             continue;
         }
-        matmul.run(&gpu.stream, &product).unwrap();
+        run(&gpu, &matmul, product);
         let name = format!("{dtype} to {out}");
-        close(
-            &gpu.get(dw),
+        check(
+            &gpu,
+            dw,
             &fp64::matmul(&fp64::transpose(&x64, k), &dy64, m, n),
             tolerance(out),
             &name,
         );
-        close(&gpu.get(db), &sums, tolerance(out), &name);
+        check(&gpu, db, &sums, tolerance(out), &name);
     }
 }
 
@@ -555,18 +489,7 @@ fn sums_are_fp32_until_they_are_stored() {
         let right = Matrix::new(right, n);
         let y = gpu.fresh(m * n, dtype);
         let out = Matrix::new(y, n);
-        matmul
-            .run(
-                &gpu.stream,
-                &Product {
-                    left,
-                    right,
-                    out,
-                    add: None,
-                    epilogue: Epilogue::None,
-                },
-            )
-            .unwrap();
+        run(&gpu, &matmul, Product::new(left, right, out));
         let wrong = gpu.get(y).into_iter().find(|sum| *sum != 1.0);
         assert_eq!(wrong, None, "{dtype}");
     }
@@ -594,19 +517,12 @@ fn product_runs_on_any_thread_at_any_alignment() {
         let left = Matrix::new(a, k);
         let right = Matrix::new(b, n);
         let out = Matrix::new(y, n);
-        let product_of_bias = Product {
-            left,
-            right,
-            out,
-            add: None,
-            epilogue,
-        };
+        let product_of_bias = Product::new(left, right, out).with(epilogue);
         // A new thread has no context.
         std::thread::scope(|scope| {
             scope
-                .spawn(|| matmul.run(&gpu.stream, &product_of_bias))
+                .spawn(|| run(&gpu, &matmul, product_of_bias))
                 .join()
-                .unwrap()
                 .unwrap();
         });
         let want: Vec<f64> = product
@@ -614,8 +530,9 @@ fn product_runs_on_any_thread_at_any_alignment() {
             .enumerate()
             .map(|(i, v)| v + bias64[start + i % n])
             .collect();
-        close(
-            &gpu.get(y),
+        check(
+            &gpu,
+            y,
             &want,
             tolerance(DType::Bf16),
             &format!("bias from {start} on"),
@@ -640,18 +557,7 @@ fn bits_are_the_same_at_all_places_that_units_have() {
         let left = Matrix::new(gpu.put(&a, DType::Bf16).slice(start..a.len()), k);
         let sum = gpu.zeros(m * n).erase();
         let out = Matrix::new(sum, n);
-        matmul
-            .run(
-                &gpu.stream,
-                &Product {
-                    left,
-                    right,
-                    out,
-                    add: Some(out),
-                    epilogue: Epilogue::None,
-                },
-            )
-            .unwrap();
+        run(&gpu, &matmul, Product::new(left, right, out).onto_out());
         gpu.get(sum)
     };
 

@@ -3,136 +3,115 @@
 use zero_alloc::device::{AnySlice, DType};
 use zero_models::cuda::cross_entropy::Scale;
 use zero_models::cuda::embedding::{TokenLists, sort_tokens};
-use zero_models::cuda::layer_norm::{self, Output, Sums};
+use zero_models::cuda::norm::{self, Norm};
 use zero_models::cuda::{SumOut, column_sums, cross_entropy, embedding, gelu};
 use zero_models::ops::Span;
 use zero_models::ops::cross_entropy::{STATISTICS, VocabPart};
+use zero_models::ops::norm::NormKind;
 use zero_trainer::IGNORED;
 
 use crate::fp64;
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
 
-fn check_layer_norm(gpu: &Gpu, dtype: DType, rows: usize, n: usize) {
+fn check_norm(gpu: &Gpu, kind: NormKind, dtype: DType, rows: usize, n: usize) {
     let ops = gpu.kernels(dtype);
-    let what = format!("{dtype} {rows} x {n}");
+    let what = format!("{kind:?} {dtype} {rows} x {n}");
+    let close = |got: &[f32], want: &[f64], tolerance: f64, name: &str| {
+        close(got, want, tolerance, &format!("{what}: {name}"));
+    };
     let x = values(rows * n, 1);
     let dy = values(rows * n, 2);
     let gain = values(n, 3);
     let bias = values(n, 4);
-    let dx = values(rows * n, 5);
+    let start = values(rows * n, 5);
     let r = |v: &[f32]| rounded(v, dtype);
-    let [want_y, mut want_dx, want_dgain, want_dbias] =
-        fp64::layer_norm(&r(&x), &r(&gain), &r(&bias), &r(&dy));
+    let column_sum = |j: usize| r(&start).iter().skip(j).step_by(n).sum::<f64>();
+    let [want_y, mut want_dx, sums @ ..] = match kind {
+        NormKind::Layer => {
+            let [y, dx, dgain, dbias] = fp64::layer_norm(&r(&x), &r(&gain), &r(&bias), &r(&dy));
+            [y, dx, dgain, dbias, (0..n).map(column_sum).collect()]
+        }
+        NormKind::Rms => {
+            let [y, dx, dgain] = fp64::rms_norm(&r(&x), &r(&gain), &r(&dy));
+            [y, dx, dgain, Vec::new(), Vec::new()]
+        }
+    };
     want_dx
         .iter_mut()
-        .zip(r(&dx))
+        .zip(r(&start))
         .for_each(|(want, start)| *want += start);
-    let column_sum = |j: usize| r(&dx).iter().skip(j).step_by(n).sum::<f64>();
-    let want_residual: Vec<f64> = (0..n).map(column_sum).collect();
 
-    let start = dx;
     let x = gpu.put(&x, dtype);
     let dy = gpu.put(&dy, dtype);
-    let gain = gpu.put(&gain, dtype);
-    let bias = gpu.put(&bias, dtype);
+    let norm = Norm {
+        kind,
+        gain: gpu.put(&gain, dtype),
+        bias: gpu.put(&bias, dtype),
+        eps: 1e-5,
+    };
     let y = gpu.fresh(rows * n, dtype);
-    let stats = gpu.floats(&vec![f32::NAN; 2 * rows]);
-    layer_norm::forward(&ops, &gpu.stream, y, stats, x, gain, bias, 1e-5).unwrap();
-    close(
-        &gpu.get(y),
-        &want_y,
-        tolerance(dtype),
-        &format!("{what}: y"),
-    );
+    let stats = gpu.floats(&vec![f32::NAN; kind.stats() * rows]);
+    norm::forward(&ops, &gpu.stream, norm, y, stats, x).unwrap();
+    close(&gpu.get(y), &want_y, tolerance(dtype), "y");
 
-    // All sums are added to existing values, or the first two written.
+    // All sums are added to existing values, or those of gain and bias written.
     for all in [true, false] {
-        let fresh = || gpu.fresh(n, DType::F32);
-        let [dgain, dbias, residual] = if all {
-            [1.0, -1.0, 0.5].map(|v| gpu.floats(&vec![v; n]).erase())
-        } else {
-            [fresh(), fresh(), fresh()]
-        };
-        let out = |slice: AnySlice| {
-            if all {
-                SumOut::Add(slice.typed().unwrap())
-            } else {
-                SumOut::Write(slice)
-            }
-        };
-        let sums = Sums {
-            gain: out(dgain),
-            bias: out(dbias),
-            residual: all.then_some(out(residual)),
-        };
+        let has = |want: &&Vec<f64>| !want.is_empty();
+        let count = if all { 3 } else { kind.params() };
+        let wants = sums.iter().filter(has).take(count);
+        let outs: Vec<_> = wants
+            .clone()
+            .map(|_| gpu.floats(&vec![if all { 0.5 } else { f32::NAN }; n]))
+            .collect();
+        let places = outs.iter().map(|out| match all {
+            true => SumOut::Add(*out),
+            false => SumOut::Write(out.erase()),
+        });
+        let places: Vec<_> = places.collect();
         let again = gpu.fresh(rows * n, dtype);
-        let output = all.then_some(Output { y: again, bias });
-        let workspace = gpu.floats(&vec![f32::NAN; layer_norm::workspace_elems(rows, n)]);
+        let output = all.then_some(again);
+        let workspace = gpu.floats(&vec![f32::NAN; norm::workspace_elems(kind, rows, n)]);
         let dx = gpu.put(&start, dtype);
-        layer_norm::backward(
-            &ops,
-            &gpu.stream,
-            dx,
-            sums,
-            output,
-            dy,
-            x,
-            stats,
-            gain,
-            workspace,
+        let stream = &gpu.stream;
+        norm::backward(
+            &ops, stream, norm, dx, &places, output, dy, x, stats, workspace,
         )
         .unwrap();
-        close(
-            &gpu.get(dx),
-            &want_dx,
-            tolerance(dtype),
-            &format!("{what}: dx"),
-        );
-        let off = |by: f64, want: &[f64]| {
-            want.iter()
-                .map(|v| v + if all { by } else { 0.0 })
-                .collect::<Vec<_>>()
-        };
-        close(
-            &gpu.get(dgain),
-            &off(1.0, &want_dgain),
-            2e-6,
-            &format!("{what}: dgain"),
-        );
-        close(
-            &gpu.get(dbias),
-            &off(-1.0, &want_dbias),
-            2e-6,
-            &format!("{what}: dbias"),
-        );
+
+        close(&gpu.get(dx), &want_dx, tolerance(dtype), "dx");
+        for ((out, want), name) in outs.iter().zip(wants).zip(["dgain", "dbias", "sums of dx"]) {
+            let off = if all { 0.5 } else { 0.0 };
+            let want: Vec<f64> = want.iter().map(|v| v + off).collect();
+            close(&gpu.get(out.erase()), &want, 2e-6, name);
+        }
         if all {
-            close(
-                &gpu.get(residual),
-                &off(0.5, &want_residual),
-                2e-6,
-                &format!("{what}: sums of dx"),
-            );
             assert_eq!(gpu.get(again), gpu.get(y), "{what}: y again");
         }
     }
 }
 
+/// One chunk of columns, odd widths, several chunks, a partial chunk, and more rows than the blocks have
+/// warps; then the first and the last width of each kernel.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn layer_norms() {
+fn norms() {
     let gpu = Gpu::open();
-    for dtype in FLOATS {
-        // One chunk of columns, odd widths, several chunks, a partial chunk, and more rows than the
-        // blocks have warps.
-        for (rows, n) in [(5, 8), (3, 13), (9, 776), (1, 40), (2200, 8)] {
-            check_layer_norm(&gpu, dtype, rows, n);
+    let layer_norms: &[usize] = &[768, 1024, 1032, 1280, 1288, 1792, 1800, 4096, 1023];
+    let rms_norms: &[usize] = &[1024, 1032, 2048, 2056, 4096, 4104, 8192, 1023];
+    for (kind, widths, widest) in [
+        (NormKind::Layer, layer_norms, 4096),
+        (NormKind::Rms, rms_norms, 8192),
+    ] {
+        for dtype in FLOATS {
+            for (rows, n) in [(5, 8), (3, 13), (9, 776), (1, 40), (2200, 8)] {
+                check_norm(&gpu, kind, dtype, rows, n);
+            }
         }
+        for &n in widths {
+            check_norm(&gpu, kind, DType::Bf16, 5, n);
+        }
+        check_norm(&gpu, kind, DType::F32, 3, widest);
     }
-    // The first and the last width of each kernel.
-    for n in [768, 1024, 1032, 1280, 1288, 1792, 1800, 4096, 1023] {
-        check_layer_norm(&gpu, DType::Bf16, 5, n);
-    }
-    check_layer_norm(&gpu, DType::F32, 3, 4096);
 }
 
 #[test]
@@ -213,7 +192,7 @@ fn gelus() {
                 .zip(&dy64[start..])
                 .map(|(p, dy)| p[1] * dy)
                 .collect();
-            let part = |v: zero_alloc::device::AnySlice| v.slice(start..start + n);
+            let part = |v: AnySlice| v.slice(start..start + n);
             let x = part(gpu.put(&x, dtype));
             let dy = part(gpu.put(&dy, dtype));
             let y = part(gpu.fresh(n + start, dtype));

@@ -5,10 +5,10 @@ use zero_alloc::device::DType;
 use zero_models::cuda::attention::{Attention, Masks, Shape};
 use zero_models::cuda::dropout::{self, Dropout};
 use zero_models::cuda::embedding::{self, TokenLists, sort_tokens};
-use zero_models::cuda::rope::{self, Angles, Heads};
+use zero_models::cuda::rope::{self, Angles};
 use zero_models::cuda::sequence::{self, Step};
-use zero_models::ops::Span;
 use zero_models::ops::sequence::Exchange;
+use zero_models::ops::{Heads, Span};
 
 use crate::cuda_attention::{documents, table};
 use crate::cuda_dropout::{SITE, draws, keys};

@@ -3,6 +3,7 @@
 
 pub(crate) mod init;
 pub(crate) mod json;
+pub mod rope;
 
 use thiserror::Error;
 

@@ -14,6 +14,7 @@ use super::dropout::Dropout;
 use super::error::{OpError, check_len};
 use super::launch::{Arg, OpKernels, Shape as Launch, THREADS, size};
 use super::rope::{self, Angles, starts_arg};
+use crate::ops::Heads;
 
 /// The sizes of attention's operands. A query sees itself and the keys before it.
 #[derive(Clone, Copy, Debug)]
@@ -305,7 +306,7 @@ impl Attention {
             Kind::Plain => {
                 self.plain_backward(ops, stream, args)?;
                 if let Some(angles) = grads.angles {
-                    let heads = rope::Heads {
+                    let heads = Heads {
                         queries: self.shape.heads,
                         keys: self.shape.kv_heads,
                         d: self.shape.d,

@@ -49,7 +49,7 @@ pub enum OpError {
     },
     /// A collective was not enqueued.
     #[error("{0}")]
-    Comm(#[source] zero_comm::CommError),
+    Comm(#[from] zero_comm::CommError),
     /// An argument's type differs from the kernels'.
     #[error("{what}: the kernels are for {expected}, got {got}")]
     DType {

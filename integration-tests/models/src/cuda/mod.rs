@@ -3,13 +3,13 @@
 //!
 //! | file of `cuda/` | operation | on the host |
 //! |---|---|---|
-//! | layer_norm.cu | layer normalisation | [`ops::layer_norm`](crate::ops::layer_norm) |
-//! | rms_norm.cu | RMS norm | [`ops::rms_norm`](crate::ops::rms_norm) |
+//! | layer_norm.cu | layer normalisation | [`ops::norm`](crate::ops::norm) |
+//! | rms_norm.cu | RMS norm | [`ops::norm`](crate::ops::norm) |
 //! | rope.cu | rotary positions, norms of heads | [`ops::rope`](crate::ops::rope) |
 //! | swiglu.cu | SwiGLU | [`ops::swiglu`](crate::ops::swiglu) |
 //! | attention.cu | causal attention on tensor cores | [`ops::attention`](crate::ops::attention) |
 //! | attention_plain.cu | the same in fp32, head dimensions up to 256 | [`ops::attention`](crate::ops::attention) |
-//! | gelu.cu | GELU | [`ops::gelu`](crate::ops::gelu) |
+//! | gelu.cu | GELU | [`ops::activation`](crate::ops::activation) |
 //! | dropout.cu | dropout before a residual addition | [`ops::dropout`](crate::ops::dropout) |
 //! | embedding.cu | tokens and positions | [`ops::embedding`](crate::ops::embedding) |
 //! | cross_entropy.cu | loss and gradient of logits | [`ops::cross_entropy`](crate::ops::cross_entropy) |
@@ -26,9 +26,8 @@ pub mod embedding;
 mod error;
 pub mod gelu;
 mod launch;
-pub mod layer_norm;
 pub mod matmul;
-pub mod rms_norm;
+pub mod norm;
 pub mod rope;
 pub mod sequence;
 mod sources;

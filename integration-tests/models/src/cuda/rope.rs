@@ -10,7 +10,7 @@ use zero_alloc::device::{AnySlice, DeviceSlice};
 use super::column_sums::{self, SumOut};
 use super::error::{OpError, at_least, check_len};
 use super::launch::{Arg, OpKernels, Shape, columns, size};
-use crate::ops::Span;
+use crate::ops::{Heads, Span};
 
 /// Warps of a block of the kernels of norms (`WARPS` of the source).
 const WARPS: usize = 8;
@@ -29,29 +29,6 @@ pub struct Angles {
     pub starts: Option<DeviceSlice<u32>>,
     /// The tokens of each sequence that are rows.
     pub span: Span,
-}
-
-/// The heads of a row of qkv.
-#[derive(Clone, Copy, Debug)]
-pub struct Heads {
-    /// Heads of queries.
-    pub queries: usize,
-    /// Heads of keys, and of values.
-    pub keys: usize,
-    /// Elements of a head; even.
-    pub d: usize,
-}
-
-impl Heads {
-    /// Elements of a row.
-    pub fn width(&self) -> usize {
-        (self.queries + 2 * self.keys) * self.d
-    }
-
-    /// Heads that are rotated.
-    pub fn turned(&self) -> usize {
-        self.queries + self.keys
-    }
 }
 
 impl Angles {

@@ -1,42 +1,93 @@
-//! A block's forward and backward, as steps.
+//! A block's forward on the host, with any linear layers: those of training read a flat parameter, and
+//! those of generation matrices in fp32 or bf16.
 
-use zero_alloc::device::DeviceSlice;
-use zero_trainer::ModelError;
+use super::config::DecoderConfig;
+use crate::ops::linear::{self, Linear};
+use crate::ops::norm::Norm;
+use crate::ops::{Span, head_norm, rope};
 
-use super::arch::{Backward, Branch, Forward, HostArch};
-use super::slices::Activations;
-use super::steps::Steps;
+/// A linear layer in forward.
+pub(crate) trait Layer {
+    /// `y = x w + bias`.
+    fn forward(&self, y: &mut [f32], x: &[f32]);
 
-impl<A: HostArch> Steps<'_, A> {
-    /// A block's forward, with its output if `out` is set.
-    pub(super) fn forward_block(
-        &mut self,
-        out: Option<DeviceSlice<f32>>,
-    ) -> Result<(), ModelError> {
-        let Activations { input, block, .. } = self.activations();
-        self.norm(Forward::Norm1)?;
-        self.attend()?;
-        self.branch(Branch::Attention, A::mid(block), input)?;
-        self.norm(Forward::Norm2)?;
-        self.forward(Forward::Mlp, block);
-        out.map_or(Ok(()), |out| self.branch(Branch::Mlp, out, A::mid(block)))
+    /// `y = x w`.
+    fn product(&self, y: &mut [f32], x: &[f32]);
+
+    /// Empty if there is none.
+    fn bias(&self) -> &[f32];
+
+    /// `y = residual + (sum + bias)`: rows of `n` elements.
+    fn add_residual(&self, y: &mut [f32], residual: &[f32], sum: &[f32], n: usize) {
+        linear::add_residual(y, residual, sum, self.bias(), n);
+    }
+}
+
+impl Layer for Linear<'_> {
+    fn forward(&self, y: &mut [f32], x: &[f32]) {
+        Linear::forward(self, y, x);
     }
 
-    /// A block's backward, from the gradient of its output in `scratch.dres` to that of its input.
-    pub(super) fn backward_block(&mut self) -> Result<(), ModelError> {
-        let block = self.activations().block;
-        let s = self.scratch();
-        self.begin_partial_sums();
+    fn product(&self, y: &mut [f32], x: &[f32]) {
+        Linear::product(self, y, x);
+    }
 
-        self.norm_again(Forward::Norm2)?;
-        self.gradient_of_branch(Branch::Mlp)?;
-        self.backward(Backward::Mlp, block, s);
-        self.norm_backward(Backward::Norm2)?;
+    fn bias(&self) -> &[f32] {
+        self.bias
+    }
+}
 
-        self.gradient_of_branch(Branch::Attention)?;
-        self.norm_again(Forward::Norm1)?;
-        self.attend_backward()?;
-        self.norm_backward(Backward::Norm1)?;
-        self.end_partial_sums()
+/// A block and its parameters.
+pub(crate) struct Block<'a, L> {
+    pub(crate) config: &'a DecoderConfig,
+    pub(crate) norm1: Norm<'a>,
+    pub(crate) qkv: L,
+    /// The gains of the norms of queries and of keys `[2, d]`; empty if there are none.
+    pub(crate) qk_norm: &'a [f32],
+    pub(crate) output: L,
+    pub(crate) norm2: Norm<'a>,
+    pub(crate) up: L,
+    pub(crate) down: L,
+}
+
+/// The positions of rows.
+#[derive(Clone, Copy)]
+pub(crate) struct Positions<'a> {
+    /// The angles of the first positions; empty if there is no rotation.
+    pub(crate) table: &'a [f32],
+    pub(crate) starts: &'a [u32],
+    pub(crate) span: Span,
+}
+
+impl<L: Layer> Block<'_, L> {
+    /// Queries, keys and values of the first norm's output, as attention reads them. Those before their
+    /// norms go to `raw`, with `raw_stats`.
+    pub(crate) fn qkv(
+        &self,
+        [qkv, raw, raw_stats]: [&mut [f32]; 3],
+        normed: &[f32],
+        positions: Positions<'_>,
+    ) {
+        let config = self.config;
+        let heads = config.qkv_heads();
+        self.qkv.forward(qkv, normed);
+        if config.qk_norm {
+            head_norm::forward(qkv, raw, raw_stats, self.qk_norm, heads, config.eps);
+        }
+        if config.rope.is_some() {
+            let Positions {
+                table,
+                starts,
+                span,
+            } = positions;
+            rope::forward(qkv, table, starts, span, heads);
+        }
+    }
+
+    /// The activations `act` that the MLP's second matrix reads, and `up`, which its backward reads.
+    pub(crate) fn mlp(&self, act: &mut [f32], up: &mut [f32], normed: &[f32]) {
+        let config = self.config;
+        self.up.forward(up, normed);
+        config.mlp.forward(act, up, config.inner);
     }
 }

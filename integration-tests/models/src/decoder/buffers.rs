@@ -5,13 +5,12 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Pool, Purpose};
 use zero_trainer::ModelError;
 
-use super::arch::HostArch;
 use super::sizes::Sizes;
-use super::slices::{ExchangeSlices, HeadSlices, Held, Layers, ScratchSlices};
+use super::slices::{BlockSlices, ExchangeSlices, HeadSlices, Held, Layers, ScratchSlices};
 
-/// All buffers of the model; `B` are a block's activations.
-pub(super) struct Buffers<B> {
-    pub(super) layers: Layers<DeviceSlice<f32>, B>,
+/// All buffers of the model.
+pub(super) struct Buffers {
+    pub(super) layers: Layers<DeviceSlice<f32>, BlockSlices>,
     pub(super) head: HeadSlices,
     pub(super) scratch: ScratchSlices,
     /// `None` if the model shares no sequences.
@@ -26,8 +25,8 @@ pub(super) struct Buffers<B> {
     _held: Held<HostDevice>,
 }
 
-impl<B: Copy> Buffers<B> {
-    pub(super) fn new<A: HostArch<Block = B>>(
+impl Buffers {
+    pub(super) fn new(
         sizes: &Sizes,
         upcast: usize,
         pool: &Pool<HostDevice>,
@@ -52,11 +51,10 @@ impl<B: Copy> Buffers<B> {
             .collect::<Result<_, _>>()?;
         let norms = [activations(sizes.norm)?, activations(sizes.norm)?];
         let mut block = || {
-            let mut block = A::cut(activations(sizes.block.iter().sum())?, &sizes.block);
+            let all = activations(sizes.block.iter().sum())?;
+            let mut block = BlockSlices::cut(all, &sizes.block);
             if sizes.norm > 0 {
-                for (norm, shared) in A::norms(&mut block).into_iter().zip(norms) {
-                    *norm = shared;
-                }
+                [block.norm1, block.norm2] = norms;
             }
             Ok(block)
         };

@@ -6,20 +6,20 @@ use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice, St
 use zero_alloc::host::HostStream;
 use zero_trainer::{Batch, ModelError, Pass};
 
-use super::arch::HostArch;
 use super::buffers::Buffers;
-use super::params::{self, Flat, UnitParams};
+use super::operations::Operations;
+use super::params::{self, Flat, ParamRanges};
 use crate::ops::Threads;
 use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
 
 /// The engine of a model.
-pub(super) struct Engine<A: HostArch> {
-    pub(super) arch: Arc<A>,
+pub(super) struct Engine {
+    pub(super) ops: Arc<Operations>,
     pub(super) options: ModelOptions,
     pub(super) passes: Vec<Pass>,
-    pub(super) params: Arc<Vec<UnitParams>>,
-    pub(super) buffers: Buffers<A::Block>,
+    pub(super) ranges: Arc<ParamRanges>,
+    pub(super) buffers: Buffers,
     /// The stream that orders the passes.
     pub(super) stream_id: u64,
     pub(super) threads: Threads,
@@ -30,14 +30,14 @@ pub(super) struct Engine<A: HostArch> {
     pub(super) draws: Arc<Draws>,
 }
 
-impl<A: HostArch> Engine<A> {
-    /// Enqueues writing the constants of the architecture.
+impl Engine {
+    /// Enqueues writing the table of angles.
     pub(super) fn fill_table(&self, stream: &HostStream) -> Result<(), ModelError> {
         let table = self.buffers.table;
-        let arch = Arc::clone(&self.arch);
+        let ops = Arc::clone(&self.ops);
         stream.enqueue("constants", move || {
             // SAFETY: the buffer is this model's, and the stream orders its passes.
-            arch.fill_table(unsafe { table.as_host_mut() });
+            ops.config.fill_table(unsafe { table.as_host_mut() });
             Ok(())
         })?;
         Ok(())
@@ -55,8 +55,7 @@ impl<A: HostArch> Engine<A> {
         work: impl FnOnce(Flat<'_>, Vec<&mut [f32]>) + Send + 'static,
     ) -> Result<(), ModelError> {
         self.check(stream, label, params, grads)?;
-        let reads = self.passes[pass].forward_reads.clone();
-        let all = Arc::clone(&self.params);
+        let ranges = Arc::clone(&self.ranges);
         let threads = self.threads.clone();
         let upcast = self.buffers.upcast;
         let table = self.buffers.table;
@@ -82,8 +81,7 @@ impl<A: HostArch> Engine<A> {
                 let grads = grads.into_iter().map(on_host).collect();
                 work(
                     Flat {
-                        units: &all,
-                        reads: &reads,
+                        ranges: &ranges,
                         flats,
                         layer: pass.saturating_sub(1),
                         // SAFETY: the buffer is this model's, and nothing writes it after `new`.

@@ -3,15 +3,21 @@
 //! Forward computes only the head's norm. Backward computes the logits and their gradient, and an
 //! evaluation the logits alone, some rows at a time, so that they are never all in memory.
 
-use super::arch::HostArch;
-use super::params::{Flat, HEAD};
+use super::operations::Operations;
+use super::params::Flat;
 use super::slices::{HeadView, ScratchView};
-use crate::ops::{cross_entropy, linear};
+use crate::ops::cross_entropy;
+use crate::ops::linear::{Linear, MatrixOrder};
 
 /// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`.
 pub(super) fn logits(out: &mut [f32], x: &[f32], p: &Flat<'_>, vocab: usize) {
     let c = x.len() / (out.len() / vocab);
-    linear::product_transposed(out, x, p.head_weight(vocab * c), vocab);
+    layer(p.head_weight(vocab * c), vocab).product(out, x);
+}
+
+/// The head: w `[vocab, c]`.
+pub(super) fn layer(w: &[f32], vocab: usize) -> Linear<'_> {
+    Linear::of_matrix(w, vocab, MatrixOrder::OutputsFirst)
 }
 
 /// Returns the sum of the losses of the first `targets.len()` of `tokens` tokens after the forward.
@@ -38,8 +44,8 @@ pub(super) fn losses(
 /// `x` to `s.dres` and adds to `grads`: the head's unit and, if tied, the embedding's. `scale` is
 /// the factor of each token's loss.
 #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
-pub(super) fn backward<A: HostArch>(
-    arch: &A,
+pub(super) fn backward(
+    ops: &Operations,
     s: ScratchView<'_>,
     h: &HeadView<'_>,
     x: &[f32],
@@ -48,16 +54,17 @@ pub(super) fn backward<A: HostArch>(
     mut grads: Vec<&mut [f32]>,
     scale: f32,
 ) -> f64 {
-    let vocab = arch.vocab();
+    let vocab = ops.config.vocab;
     let c = x.len() / targets.len();
     let w = p.head_weight(vocab * c);
     let mut embedding = if grads.len() > 1 { grads.pop() } else { None };
     let Some(own) = grads.pop() else { return 0.0 };
     let dw = match &mut embedding {
-        Some(embedding) => &mut embedding[..w.len()],
-        None => &mut own[p.unit(0).range(HEAD)][..w.len()],
+        Some(embedding) => &mut embedding[p.ranges.tokens.start..][..w.len()],
+        None => &mut own[p.ranges.head.start..][..w.len()],
     };
 
+    let head = layer(w, vocab);
     let rows = s.logits.len() / vocab;
     let mut loss = 0.0;
     let chunks = targets
@@ -69,12 +76,12 @@ pub(super) fn backward<A: HostArch>(
         let logits_part = &mut s.logits[..targets.len() * vocab];
         logits(logits_part, out, p, vocab);
         loss += cross_entropy::forward_backward(logits_part, targets, vocab, scale);
-        linear::product(dout, logits_part, w, c);
-        linear::add_weight_gradient(dw, logits_part, out, c);
+        head.input_gradient(dout, logits_part);
+        head.weight_gradient([dw, &mut []], out, logits_part);
     }
 
     s.dres.fill(0.0);
-    let dnorm = arch.final_norm_grad(own, p);
-    arch.final_norm_backward(s.dres, dnorm, s.narrow, x, h, p);
+    let dnorm = ops.final_norm_grad(own, p);
+    ops.final_norm_backward(s.dres, dnorm, s.narrow, x, h, p);
     loss
 }

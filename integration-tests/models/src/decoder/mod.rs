@@ -1,33 +1,36 @@
-//! The engine of decoder-only transformers on the host, in fp32: passes, buffers, the residual
-//! stream, the head and its loss. An architecture ([`HostArch`](arch::HostArch)) has the rest.
+//! Decoder-only transformers on the host, in fp32: passes, buffers, blocks, the head and its loss. A
+//! family of models chooses their sizes and parts ([`DecoderConfig`]).
 //!
 //! Buffers and their lifetimes, with M = batch x seq tokens and C the width:
 //!
 //! | buffer | elements | lifetime |
 //! |---|---|---|
 //! | `residual[i]` | M x C, one a block and one for the head | written by forward, read by backward |
-//! | `block[i]` | what the architecture keeps | forward to backward; with checkpointing one for all blocks |
+//! | `block[i]` | those of [`slices::BlockSlices`] | forward to backward; with checkpointing one for all blocks |
 //! | `head` | M x C, and the statistics of its norm | forward to backward of the head |
 //! | `scratch` | gradients of activations and the logits | a backward pass; `dres` also until the next one |
-//! | `table` | constants of the architecture, such as rotary angles | the model's |
+//! | `table` | angles of the rotary embedding | the model's |
 //! | `upcast` | the parameters of a pass | within a pass; only for 16-bit parameters |
 
-pub(crate) mod arch;
-mod block;
+pub(crate) mod block;
+pub(crate) mod block_params;
 mod buffers;
+pub(crate) mod config;
 mod engine;
 pub(crate) mod gpu;
-mod groups;
 mod head;
-pub(crate) mod params;
+mod operations;
+mod params;
 pub(crate) mod part_rows;
 pub(crate) mod passes;
 mod sequence;
+mod sequence_group;
 pub(crate) mod sequence_part;
-pub(crate) mod sizes;
-pub(crate) mod slices;
+mod sizes;
+mod slices;
 mod steps;
 mod tensor;
+mod tensor_group;
 mod tensor_head;
 
 use std::sync::Arc;
@@ -41,58 +44,60 @@ use crate::ops::Threads;
 use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
 use crate::tensor::TensorRank;
-use arch::{HostArch, HostModel};
 use buffers::Buffers;
+use config::DecoderConfig;
 use engine::Engine;
-use groups::{Groups, SequenceGroup, TensorGroup};
-use params::UnitParams;
+use operations::Operations;
+use params::ParamRanges;
 use part_rows::{PartRows, RING};
 use passes::{check_batch, passes, widest_pass};
-use sequence_part::SequencePart;
-use steps::Steps;
+use sequence_group::SequenceGroup;
+use sequence_part::{Exchanges, SequencePart};
+use sizes::Sizes;
+use steps::{Groups, Steps};
+use tensor_group::TensorGroup;
 
 /// A decoder on the host.
-pub(crate) struct Decoder<A: HostArch> {
-    engine: Engine<A>,
+pub(crate) struct Decoder {
+    engine: Engine,
     groups: Groups,
     part: SequencePart,
     /// `None` if all rows of the residual stream are whole.
     rows: Option<PartRows<HostDevice>>,
 }
 
-impl<A: HostArch> Decoder<A> {
+impl Decoder {
     /// Allocates activations from `pool`, for passes on `stream` only, with the other `ranks`. The
-    /// options must be valid for the architecture.
+    /// configuration and the options must be valid.
     ///
     /// # Errors
     /// Memory ran out, the stream failed, or the options are for other numbers of ranks.
     pub(crate) fn new(
-        arch: A,
+        config: &DecoderConfig,
         options: ModelOptions,
         pool: &Pool<HostDevice>,
         stream: &HostStream,
         threads: Threads,
         ranks: &ModelRanks<HostDevice>,
     ) -> Result<Self, ModelError> {
-        let units = arch.units();
-        let params = units.iter().map(UnitParams::new).collect();
-        let passes = passes(units.len() - 2, arch.tied());
+        let part = SequencePart::new(&options, ranks)?;
+        let rank = TensorRank::new(&options, ranks)?;
+        let units = rank.units(config)?;
+        let passes = passes(config.layers, config.tied_head);
         let upcast = if options.dtype == DType::F32 {
             0
         } else {
             widest_pass(&passes, &units)
         };
-
-        let buffers = Buffers::new::<A>(&arch.sizes(), upcast, pool, stream)?;
-        let part = SequencePart::new(&options, ranks)?;
+        let own = config.cut(rank.ranks);
+        let exchanges = Exchanges::new(&own, &options);
+        let buffers = Buffers::new(&Sizes::new(&own, &options), upcast, pool, stream)?;
         let group = ranks.sequence.as_ref().zip(buffers.exchange.clone());
-        let exchanges = arch.sizes().exchanges;
         let sequence = group.map(|(comm, slices)| SequenceGroup::new(comm, exchanges, slices));
-        let rank = TensorRank::new(&options, ranks)?;
         let tensor = ranks
             .tensor
             .as_ref()
-            .map(|comm| TensorGroup::new(comm, rank, buffers.stats, arch.vocab(), &options));
+            .map(|comm| TensorGroup::new(comm, rank, config.vocab, buffers.stats, &options));
         let erase = |slices: &[DeviceSlice<f32>]| slices.iter().map(|s| s.erase()).collect();
         let ring = &buffers.layers.residual[..RING.min(buffers.layers.residual.len())];
         let rows = ranks
@@ -101,10 +106,16 @@ impl<A: HostArch> Decoder<A> {
             .filter(|_| options.partition_activations)
             .map(|comm| PartRows::new(pool.device(), comm, erase(ring), erase(&buffers.parts)));
         let engine = Engine {
-            arch: Arc::new(arch),
+            ranges: Arc::new(ParamRanges::new(config, &units)),
+            ops: Arc::new(Operations {
+                config: own,
+                options: options.clone(),
+                part,
+                tensor: rank,
+                exchanges,
+            }),
             options,
             passes,
-            params: Arc::new(params),
             buffers,
             stream_id: stream.id(),
             threads,
@@ -123,8 +134,30 @@ impl<A: HostArch> Decoder<A> {
     }
 }
 
+/// Bytes of activations on the host. The options must be valid for the configuration.
+pub(crate) fn activations_bytes(config: &DecoderConfig, options: &ModelOptions) -> u64 {
+    Sizes::new(&config.cut(options.tensor_ranks), options).bytes()
+}
+
+/// A model on the host, whose logits can be read.
+///
+/// # Safety
+/// As for [`Model`]; it also writes to `out`.
+pub unsafe trait HostModel: Model<HostDevice> {
+    /// Enqueues the logits of this rank's tokens, `[tokens, vocab]`, after a forward of every pass.
+    ///
+    /// # Errors
+    /// The stream failed.
+    fn logits(
+        &self,
+        stream: &HostStream,
+        params: &[AnySlice],
+        out: DeviceSlice<f32>,
+    ) -> Result<(), ModelError>;
+}
+
 // SAFETY: as for `Model`.
-unsafe impl<A: HostArch> HostModel for Decoder<A> {
+unsafe impl HostModel for Decoder {
     fn logits(
         &self,
         stream: &HostStream,
@@ -132,7 +165,7 @@ unsafe impl<A: HostArch> HostModel for Decoder<A> {
         out: DeviceSlice<f32>,
     ) -> Result<(), ModelError> {
         let head = self.engine.buffers.head;
-        let vocab = self.engine.arch.vocab();
+        let vocab = self.engine.ops.config.vocab;
         if self.groups.tensor.is_some() {
             return Err(ModelError::from(
                 "no rank of tensor parallelism has all logits: use Model::token_logits",
@@ -159,9 +192,9 @@ unsafe impl<A: HostArch> HostModel for Decoder<A> {
 
 // SAFETY: the slices are used by the operations that a call enqueues on its stream, which is always
 // the same, and by collectives on it.
-unsafe impl<A: HostArch> Model<HostDevice> for Decoder<A> {
+unsafe impl Model<HostDevice> for Decoder {
     fn set_batch(&mut self, _stream: &HostStream, batch: &Batch) -> Result<(), ModelError> {
-        check_batch(batch, &self.engine.options, self.engine.arch.vocab())?;
+        check_batch(batch, &self.engine.options, self.engine.ops.config.vocab)?;
         let own = self.part.batch(batch, self.engine.options.seq_len);
         self.engine.whole = Arc::new(batch.clone());
         self.engine.batch = own.map_or_else(|| Arc::clone(&self.engine.whole), Arc::new);
@@ -187,6 +220,7 @@ unsafe impl<A: HostArch> Model<HostDevice> for Decoder<A> {
             _ => Ok(()),
         }
     }
+
     fn backward(
         &mut self,
         stream: &HostStream,
@@ -200,7 +234,7 @@ unsafe impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         }
         let grads = &grads
             .iter()
-            .map(|grad| grad.sums(A::NAME))
+            .map(|grad| grad.sums(self.engine.ops.config.names.family))
             .collect::<Result<Vec<_>, _>>()?;
         if pass + 1 == self.engine.passes.len() {
             return self.backward_of_head(stream, params, grads, loss_scale);
@@ -228,7 +262,7 @@ unsafe impl<A: HostArch> Model<HostDevice> for Decoder<A> {
         let head = self.engine.buffers.head;
         let loss = self.engine.buffers.loss;
         let scratch = self.engine.buffers.scratch;
-        let sizes = [self.engine.arch.vocab(), self.engine.options.tokens()];
+        let sizes = [self.engine.ops.config.vocab, self.engine.options.tokens()];
         let tokens = tokens / self.engine.options.sequence_ranks;
         if let Some(group) = &self.groups.tensor {
             return self.engine.cut_losses(group, stream, params, tokens, None);
@@ -257,7 +291,7 @@ unsafe impl<A: HostArch> Model<HostDevice> for Decoder<A> {
     ) -> Result<AnySlice, ModelError> {
         let head = self.engine.buffers.head;
         let scratch = self.engine.buffers.scratch;
-        let vocab = self.engine.arch.vocab();
+        let vocab = self.engine.ops.config.vocab;
         let tokens = self.engine.options.tokens();
         let token = self.part.token(token, &self.engine.options)?;
         if let Some(group) = &self.groups.tensor {
@@ -285,7 +319,7 @@ unsafe impl<A: HostArch> Model<HostDevice> for Decoder<A> {
     }
 }
 
-impl<A: HostArch> Decoder<A> {
+impl Decoder {
     /// The steps of a pass.
     fn steps<'a>(
         &'a self,
@@ -294,7 +328,7 @@ impl<A: HostArch> Decoder<A> {
         pass: usize,
         params: &'a [AnySlice],
         grads: &'a [DeviceSlice<f32>],
-    ) -> Steps<'a, A> {
+    ) -> Steps<'a> {
         Steps::new(
             &self.engine,
             &self.groups,
@@ -337,7 +371,7 @@ impl<A: HostArch> Decoder<A> {
         grads: &[DeviceSlice<f32>],
         loss_scale: DeviceSlice<f64>,
     ) -> Result<(), ModelError> {
-        let arch = Arc::clone(&self.engine.arch);
+        let ops = Arc::clone(&self.engine.ops);
         let pass = self.engine.passes.len() - 1;
         let input = self.engine.buffers.layers.of_pass(pass).input;
         let scratch = self.engine.buffers.scratch;
@@ -362,7 +396,7 @@ impl<A: HostArch> Decoder<A> {
                 // SAFETY: checked above to be host memory; its maker promised ordered accesses.
                 let scale = unsafe { loss_scale.as_host() }[0] as f32 / flat.batch.divisor as f32;
                 let sum = head::backward(
-                    &*arch,
+                    &ops,
                     scratch.view(),
                     &head.view(),
                     x,
@@ -381,7 +415,7 @@ impl<A: HostArch> Decoder<A> {
     /// Enqueues the head's backward with tensor parallelism.
     fn cut_backward_of_head(
         &self,
-        group: &TensorGroup,
+        group: &TensorGroup<HostDevice>,
         stream: &HostStream,
         params: &[AnySlice],
         grads: &[DeviceSlice<f32>],

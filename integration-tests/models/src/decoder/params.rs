@@ -1,4 +1,4 @@
-//! The range of each parameter in the flat parameter of its unit.
+//! The places of parameters in the flat parameters of units, and the inputs of a pass on the host.
 
 use std::ops::Range;
 
@@ -6,59 +6,58 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Element};
 use zero_kernels::{Float, host};
-use zero_shard::UnitSpec;
+use zero_shard::{ParamSpec, UnitSpec};
 use zero_trainer::Batch;
 
+use super::block_params::BLOCK_PARAMS;
+use super::config::DecoderConfig;
 use crate::ops::dropout::Draws;
 use crate::ops::rows_per_thread;
 
-/// The part of the name of an untied head's matrix.
-pub(crate) const HEAD: &str = "lm_head";
+/// The range of each parameter in the flat parameter of its unit; empty for those that the family
+/// does not have.
+pub(crate) struct ParamRanges {
+    pub(crate) tokens: Range<usize>,
+    pub(crate) positions: Range<usize>,
+    /// In the order of [`BlockParams::new`](super::block_params::BlockParams::new).
+    pub(crate) block: [Range<usize>; BLOCK_PARAMS],
+    /// The gain and the bias of the last norm.
+    pub(crate) norm: [Range<usize>; 2],
+    /// The matrix of an untied head.
+    pub(crate) head: Range<usize>,
+}
 
-/// The name and range of each parameter of a unit. A part of the name (`attn.c_attn.weight`) finds
-/// a parameter.
-pub(crate) struct UnitParams(Vec<(String, Range<usize>)>);
-
-impl UnitParams {
-    pub(crate) fn new(unit: &UnitSpec) -> Self {
-        let mut end = 0;
-        let place = |p: &zero_shard::ParamSpec| {
-            let start = end;
-            end += p.shape.iter().product::<u64>() as usize;
-            (p.name.clone(), start..end)
-        };
-        Self(unit.params.iter().map(place).collect())
+impl ParamRanges {
+    /// Those of a rank's `units`.
+    pub(crate) fn new(config: &DecoderConfig, units: &[UnitSpec]) -> Self {
+        let mut embeddings = config.embedding_params().into_iter();
+        let [tokens, positions] = [(); 2].map(|()| embeddings.next());
+        let [first, block, last] = [units.first(), units.get(1), units.last()];
+        let norm = config.norm_params(config.names.norm);
+        Self {
+            tokens: range_of(first, tokens.as_slice()),
+            positions: range_of(first, positions.as_slice()),
+            block: config
+                .block_params(0)
+                .map(|params| range_of(block, &params)),
+            norm: norm.map(|params| range_of(last, &params)),
+            head: range_of(last, config.head_matrix().as_slice()),
+        }
     }
+}
 
-    /// The range of the parameter whose name contains `part`.
-    pub(crate) fn range(&self, part: &str) -> Range<usize> {
-        let found = self
-            .0
-            .iter()
-            .find(|(name, _)| name.contains(part))
-            .map(|(_, range)| range.clone());
-        debug_assert!(found.is_some(), "no parameter {part}");
-        found.unwrap_or_default()
+/// The elements of neighbouring parameters in their unit.
+fn range_of(unit: Option<&UnitSpec>, params: &[ParamSpec]) -> Range<usize> {
+    let mut end = 0;
+    let mut found: Option<Range<usize>> = None;
+    for param in unit.into_iter().flat_map(|unit| &unit.params) {
+        let start = end;
+        end += param.shape.iter().product::<u64>() as usize;
+        if params.iter().any(|other| other.name == param.name) {
+            found = Some(found.map_or(start, |found| found.start)..end);
+        }
     }
-
-    /// The gradients of N parameters of a flat gradient of the unit, by parts of their names.
-    pub(crate) fn of_names<'a, const N: usize>(
-        &self,
-        flat: &'a mut [f32],
-        parts: [&str; N],
-    ) -> [&'a mut [f32]; N] {
-        split_ranges(flat, &parts.map(|part| self.range(part)))
-    }
-
-    /// Splits a flat gradient of the unit into those of its first N parameters.
-    pub(crate) fn split_mut<'a, const N: usize>(&self, flat: &'a mut [f32]) -> [&'a mut [f32]; N] {
-        let mut rest = flat;
-        std::array::from_fn(|i| {
-            let (param, tail) = std::mem::take(&mut rest).split_at_mut(self.0[i].1.len());
-            rest = tail;
-            param
-        })
-    }
+    found.unwrap_or_default()
 }
 
 /// The elements of each range; the ranges do not overlap.
@@ -81,10 +80,9 @@ pub(crate) fn split_ranges<'a, const N: usize>(
     parts.map(Option::unwrap_or_default)
 }
 
-/// The flat parameters of a pass in fp32, by the units that it reads.
+/// The flat parameters of a pass in fp32, of the units that it reads, and its inputs.
 pub(crate) struct Flat<'a> {
-    pub(crate) units: &'a [UnitParams],
-    pub(crate) reads: &'a [usize],
+    pub(crate) ranges: &'a ParamRanges,
     pub(crate) flats: Vec<&'a [f32]>,
     /// The block of the pass, from 0.
     pub(crate) layer: usize,
@@ -99,24 +97,20 @@ pub(crate) struct Flat<'a> {
 }
 
 impl<'a> Flat<'a> {
-    /// The parameter of the `read`-th unit whose name contains `part`.
-    pub(crate) fn get(&self, read: usize, part: &str) -> &'a [f32] {
-        &self.flats[read][self.units[self.reads[read]].range(part)]
-    }
-
-    /// Layout of the `read`-th unit.
-    pub(crate) fn unit(&self, read: usize) -> &'a UnitParams {
-        &self.units[self.reads[read]]
-    }
-
-    /// The head's matrix `[vocab, c]`; if tied, the embedding's, which is first in its unit. Each
-    /// has `elems` elements, behind which may be padding of tensor parallelism.
+    /// The head's matrix `[vocab, c]`, of `elems` elements, behind which may be padding of tensor
+    /// parallelism; if tied, the embedding's.
     pub(crate) fn head_weight(&self, elems: usize) -> &'a [f32] {
         match self.flats[..] {
-            [_, embedding, ..] => &embedding[..elems],
-            [head] => &head[self.unit(0).range(HEAD)][..elems],
+            [_, embedding, ..] => &embedding[self.ranges.tokens.start..][..elems],
+            [head] => &head[self.ranges.head.start..][..elems],
             [] => &[],
         }
+    }
+
+    /// The parameters in `ranges` of the first unit that the pass reads.
+    pub(crate) fn params<const N: usize>(&self, ranges: &[Range<usize>; N]) -> [&'a [f32]; N] {
+        let flat = self.flats[0];
+        ranges.clone().map(|range| &flat[range])
     }
 }
 

@@ -15,9 +15,9 @@
 use zero_alloc::device::DeviceSlice;
 use zero_trainer::ModelError;
 
-use super::arch::{Backward, Forward, HostArch};
-use super::groups::SequenceGroup;
+use super::operations::{Backward, Forward, Operations};
 use super::params::Flat;
+use super::sequence_group::SequenceGroup;
 use super::sequence_part::Exchanges;
 use super::slices::ExchangeSlices;
 use super::steps::Steps;
@@ -42,7 +42,7 @@ const TO_TOKENS: Way = Way {
     unpack: Exchange::unpack_tokens,
 };
 
-impl<A: HostArch> Steps<'_, A> {
+impl Steps<'_> {
     /// Queries, keys and values, and what the heads attend to.
     pub(super) fn attend(&mut self) -> Result<(), ModelError> {
         let block = self.activations().block;
@@ -51,19 +51,17 @@ impl<A: HostArch> Steps<'_, A> {
             self.forward(Forward::Attention, block);
             return Ok(());
         };
-        let [mut in_tokens, mut in_heads] = group.blocks::<A>(block, self.pass());
-        let [tokens_qkv, tokens_attended] = A::attention(&mut in_tokens).map(|slice| *slice);
-        let [heads_qkv, heads_attended] = A::attention(&mut in_heads).map(|slice| *slice);
+        let [in_tokens, in_heads] = group.blocks(block, self.pass());
         let Exchanges { qkv, attended } = group.exchanges;
 
         self.forward(Forward::Qkv, in_tokens);
-        self.exchange(group, qkv, TO_HEADS, [heads_qkv, tokens_qkv])?;
+        self.exchange(group, qkv, TO_HEADS, [in_heads.qkv, in_tokens.qkv])?;
         self.forward(Forward::Attention, in_heads);
         self.exchange(
             group,
             attended,
             TO_TOKENS,
-            [tokens_attended, heads_attended],
+            [in_tokens.attended, in_heads.attended],
         )
     }
 
@@ -77,9 +75,9 @@ impl<A: HostArch> Steps<'_, A> {
             }
             return Ok(());
         };
-        let [in_tokens, in_heads] = group.blocks::<A>(block, self.pass());
-        let [tokens_attended, tokens_qkv] = A::attention_grads(s, in_tokens);
-        let [heads_attended, heads_qkv] = A::attention_grads(s, in_heads);
+        let [in_tokens, in_heads] = group.blocks(block, self.pass());
+        let [tokens_attended, tokens_qkv] = Operations::attention_grads(s, in_tokens);
+        let [heads_attended, heads_qkv] = Operations::attention_grads(s, in_heads);
         let Exchanges { qkv, attended } = group.exchanges;
 
         self.backward(Backward::Attended, in_tokens, s);
@@ -101,7 +99,7 @@ impl<A: HostArch> Steps<'_, A> {
         let ExchangeSlices { send, recv, .. } = &group.slices;
         let [send, recv] = [*send, *recv].map(|buffer| buffer.slice(0..exchange.elems()));
         let run = |rearrange: Rearrange, to: DeviceSlice<f32>, from: DeviceSlice<f32>| {
-            move |_: &A, _: &Flat<'_>, _: &mut [f32]| {
+            move |_: &Operations, _: &Flat<'_>, _: &mut [f32]| {
                 // SAFETY: a buffer of the model, and the stream orders its passes.
                 let from = unsafe { from.as_host() };
                 // SAFETY: as above; it is another buffer.

@@ -3,6 +3,7 @@
 use zero_alloc::device::Device;
 use zero_trainer::{Batch, ModelError, ModelRanks};
 
+use super::config::DecoderConfig;
 use crate::ops::Span;
 use crate::ops::sequence::Exchange;
 use crate::options::ModelOptions;
@@ -97,15 +98,15 @@ pub(crate) struct Exchanges {
 }
 
 impl Exchanges {
-    /// Those of a model with these heads of `d` elements. The options must be valid for it.
-    pub(crate) fn new(options: &ModelOptions, [heads, kv_heads]: [usize; 2], d: usize) -> Self {
+    /// Those of blocks of this configuration. The options must be valid for it.
+    pub(crate) fn new(config: &DecoderConfig, options: &ModelOptions) -> Self {
         let qkv = Exchange {
             ranks: options.sequence_ranks,
             batch: options.micro_batch,
             seq: options.seq_len,
-            heads,
-            kv_heads,
-            d,
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            d: config.head_dim,
         };
         Self {
             qkv,

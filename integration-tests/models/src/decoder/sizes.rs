@@ -1,8 +1,9 @@
 //! Elements of the buffers of a model on the host.
 
+use super::config::DecoderConfig;
 use super::part_rows::RING;
 use super::sequence_part::Exchanges;
-use crate::ops::cross_entropy::STATISTICS;
+use super::tensor_group::stats_elems;
 use crate::options::ModelOptions;
 
 /// Maximum number of logits in memory at once (64 MiB).
@@ -32,63 +33,52 @@ pub(crate) struct Sizes {
     pub(crate) table: usize,
 }
 
-/// The inputs of the sizes of a decoder's activations.
-pub(crate) struct Extent {
-    pub(crate) layers: usize,
-    pub(crate) width: usize,
-    pub(crate) vocab: usize,
-    /// Statistics of a row of the head's norm.
-    pub(crate) head_stats: usize,
-    /// The widest row of a block's gradients that is not on the residual stream.
-    pub(crate) wide: usize,
-    pub(crate) exchanges: Exchanges,
-    /// The most gradients of a pass, besides those of cut parameters, that ranks of tensor
-    /// parallelism sum.
-    pub(crate) partial: usize,
-    pub(crate) table: usize,
-}
-
 impl Sizes {
-    /// The options must be valid, so that no size overflows. `block` are the elements of a block.
-    pub(crate) fn new(extent: &Extent, block: Vec<usize>, options: &ModelOptions) -> Self {
+    /// Those of a rank's part of a model. The options must be valid, so that no size overflows.
+    pub(crate) fn new(config: &DecoderConfig, options: &ModelOptions) -> Self {
+        let exchanges = Exchanges::new(config, options);
         let tokens = options.tokens();
-        let whole = tokens * extent.width;
-        let row = options.rows() * extent.width;
+        let whole = tokens * config.width;
+        let row = options.rows() * config.width;
         let tensor_ranks = options.tensor_ranks;
-        let vocab = extent.vocab.div_ceil(tensor_ranks);
+        let vocab = config.vocab.div_ceil(tensor_ranks);
         let rows = (LOGITS_ELEMS / vocab).clamp(1, tokens);
         // Of one token, the logits of this rank and those of all.
         let gathered = match tensor_ranks {
             1 => 0,
             ranks => (ranks + 1) * vocab,
         };
-        let logits = (vocab * rows).max(gathered).max(extent.partial);
+        let partial = config.partial_elems(options);
+        let logits = (vocab * rows).max(gathered).max(partial);
+        let wide = config
+            .inner
+            .max(config.q_width() + exchanges.qkv.elems() / tokens);
         Self {
-            layers: extent.layers,
+            layers: config.layers,
             distinct: if options.activation_checkpointing {
                 1
             } else {
-                extent.layers
+                config.layers
             },
             row,
             ring: match options.partition_activations {
                 true => RING,
-                false => extent.layers + 1,
+                false => config.layers + 1,
             },
             part: match options.partition_activations {
                 true => row / tensor_ranks,
                 false => 0,
             },
-            block,
-            head: [whole, extent.head_stats * options.rows()],
-            scratch: [whole, whole, tokens * extent.wide, logits],
-            exchanges: extent.exchanges,
+            block: block_elems(config, &exchanges, options),
+            head: [whole, config.norm.stats() * options.rows()],
+            scratch: [whole, whole, tokens * wide, logits],
+            exchanges,
             norm: match options.sequence_parallel {
                 true => whole,
                 false => 0,
             },
             stats: stats_elems(tensor_ranks, rows),
-            table: extent.table,
+            table: config.table_elems(options.seq_len),
         }
     }
 
@@ -106,10 +96,34 @@ impl Sizes {
     }
 }
 
-/// Elements of the statistics of `rows` rows of logits: this rank's, and those of all ranks.
-fn stats_elems(ranks: usize, rows: usize) -> usize {
-    match ranks {
-        1 => 0,
-        ranks => (ranks + 1) * rows * STATISTICS,
-    }
+/// Elements of a block's activations, in the order of [`BlockSlices`](super::slices::BlockSlices).
+fn block_elems(
+    config: &DecoderConfig,
+    exchanges: &Exchanges,
+    options: &ModelOptions,
+) -> Vec<usize> {
+    let tokens = options.tokens();
+    let rows = options.rows();
+    let own = rows * config.width;
+    // Blocks share the outputs of norms if each rank has some rows of them.
+    let norm = match options.sequence_parallel {
+        true => 0,
+        false => own,
+    };
+    let stats = config.norm.stats() * rows;
+    let normed = tokens * config.normed_heads();
+    vec![
+        norm,
+        stats,
+        exchanges.qkv.elems(),
+        normed * config.head_dim,
+        normed,
+        tokens * config.q_width(),
+        tokens * config.heads,
+        own,
+        norm,
+        stats,
+        tokens * config.up_width(),
+        tokens * config.inner,
+    ]
 }

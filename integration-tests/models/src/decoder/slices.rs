@@ -32,8 +32,15 @@ macro_rules! views {
     };
 }
 
-pub(crate) use views;
-
+views! {
+    /// Activations of a block: `norm1`, `mid` and `norm2` `[M, C]`, with the statistics of the norms;
+    /// `qkv` `[M, (heads + 2 kv_heads) d]`, after the rotation; if queries and keys have norms, `raw` are
+    /// they before them, with `raw_stats`; `attended` `[M, heads d]`, `lse` `[batch, heads, seq]`; `up`,
+    /// what the MLP's first matrix computes, and `act` `[M, F]`.
+    BlockSlices, BlockView {
+        norm1, stats1, qkv, raw, raw_stats, attended, lse, mid, norm2, stats2, up, act
+    }
+}
 views! {
     /// The head's norm: `out` `[M, C]`, and its `stats`.
     HeadSlices, HeadView { out, stats }

@@ -7,21 +7,30 @@
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, DeviceSlice};
-use zero_alloc::host::HostStream;
+use zero_alloc::host::{HostDevice, HostStream};
 use zero_trainer::ModelError;
 
-use super::arch::{Backward, Forward, HostArch};
 use super::engine::Engine;
-use super::groups::Groups;
+use super::operations::{Backward, Branch, Forward, Operations};
 use super::params::Flat;
-use super::slices::{Activations, ScratchSlices};
+use super::sequence_group::SequenceGroup;
+use super::slices::{Activations, BlockSlices, ScratchSlices};
+use super::tensor_group::TensorGroup;
 
 /// A step. It has the parameters of the pass, and the gradient of its unit in backward.
 type Step = Box<dyn FnOnce(&Flat<'_>, &mut [f32]) + Send>;
 
+/// The groups of a rank.
+pub(super) struct Groups {
+    /// `None` if the rank has all tokens of its sequences.
+    pub(super) sequence: Option<SequenceGroup>,
+    /// `None` if the rank has all parameters.
+    pub(super) tensor: Option<TensorGroup<HostDevice>>,
+}
+
 /// The steps of a pass.
-pub(super) struct Steps<'a, A: HostArch> {
-    pub(super) engine: &'a Engine<A>,
+pub(super) struct Steps<'a> {
+    pub(super) engine: &'a Engine,
     pub(super) groups: &'a Groups,
     pub(super) stream: &'a HostStream,
     label: &'static str,
@@ -32,10 +41,10 @@ pub(super) struct Steps<'a, A: HostArch> {
     steps: Vec<Step>,
 }
 
-impl<'a, A: HostArch> Steps<'a, A> {
+impl<'a> Steps<'a> {
     /// `grads` is empty in forward.
     pub(super) fn new(
-        engine: &'a Engine<A>,
+        engine: &'a Engine,
         groups: &'a Groups,
         stream: &'a HostStream,
         label: &'static str,
@@ -59,7 +68,7 @@ impl<'a, A: HostArch> Steps<'a, A> {
         self.pass
     }
 
-    pub(super) fn activations(&self) -> Activations<DeviceSlice<f32>, A::Block> {
+    pub(super) fn activations(&self) -> Activations<DeviceSlice<f32>, BlockSlices> {
         self.engine.buffers.layers.of_pass(self.pass)
     }
 
@@ -68,10 +77,13 @@ impl<'a, A: HostArch> Steps<'a, A> {
     }
 
     /// Adds a step.
-    pub(super) fn add(&mut self, step: impl FnOnce(&A, &Flat<'_>, &mut [f32]) + Send + 'static) {
-        let arch = Arc::clone(&self.engine.arch);
+    pub(super) fn add(
+        &mut self,
+        step: impl FnOnce(&Operations, &Flat<'_>, &mut [f32]) + Send + 'static,
+    ) {
+        let ops = Arc::clone(&self.engine.ops);
         self.steps
-            .push(Box::new(move |flat, grad| step(&arch, flat, grad)));
+            .push(Box::new(move |flat, grad| step(&ops, flat, grad)));
     }
 
     /// Enqueues the steps, before an exchange or at the end.
@@ -96,21 +108,53 @@ impl<'a, A: HostArch> Steps<'a, A> {
     }
 
     /// Adds a part of a block's forward.
-    pub(super) fn forward(&mut self, part: Forward, block: A::Block) {
+    pub(super) fn forward(&mut self, part: Forward, block: BlockSlices) {
         let x = self.activations().input;
-        self.add(move |arch, flat, _| {
+        self.add(move |ops, flat, _| {
             // SAFETY: the buffer is the model's, and the stream orders its passes.
-            arch.forward(part, block, unsafe { x.as_host() }, flat);
+            ops.forward(part, block, unsafe { x.as_host() }, flat);
         });
     }
 
     /// Adds a part of a block's backward.
-    pub(super) fn backward(&mut self, part: Backward, block: A::Block, scratch: ScratchSlices) {
+    pub(super) fn backward(&mut self, part: Backward, block: BlockSlices, scratch: ScratchSlices) {
         let x = self.activations().input;
-        self.add(move |arch, flat, grad| {
+        self.add(move |ops, flat, grad| {
             // SAFETY: the buffer is the model's, and the stream orders its passes.
             let x = unsafe { x.as_host() };
-            arch.backward(part, scratch.view(), block, x, flat, grad);
+            ops.backward(part, scratch.view(), block, x, flat, grad);
         });
+    }
+
+    /// A block's forward, with its output if `out` is set.
+    pub(super) fn forward_block(
+        &mut self,
+        out: Option<DeviceSlice<f32>>,
+    ) -> Result<(), ModelError> {
+        let Activations { input, block, .. } = self.activations();
+        self.norm(Forward::Norm1)?;
+        self.attend()?;
+        self.branch(Branch::Attention, block.mid, input)?;
+        self.norm(Forward::Norm2)?;
+        self.forward(Forward::Mlp, block);
+        out.map_or(Ok(()), |out| self.branch(Branch::Mlp, out, block.mid))
+    }
+
+    /// A block's backward, from the gradient of its output in `scratch.dres` to that of its input.
+    pub(super) fn backward_block(&mut self) -> Result<(), ModelError> {
+        let block = self.activations().block;
+        let s = self.scratch();
+        self.begin_partial_sums();
+
+        self.norm_again(Forward::Norm2)?;
+        self.gradient_of_branch(Branch::Mlp)?;
+        self.backward(Backward::Mlp, block, s);
+        self.norm_backward(Backward::Norm2)?;
+
+        self.gradient_of_branch(Branch::Attention)?;
+        self.norm_again(Forward::Norm1)?;
+        self.attend_backward()?;
+        self.norm_backward(Backward::Norm1)?;
+        self.end_partial_sums()
     }
 }

@@ -19,15 +19,15 @@
 use zero_alloc::device::DeviceSlice;
 use zero_trainer::ModelError;
 
-use super::arch::{Backward, Branch, Forward, HostArch};
+use super::operations::{Backward, Branch, Forward, add};
 use super::slices::{HeadSlices, ScratchSlices};
 use super::steps::Steps;
 
-impl<A: HostArch> Steps<'_, A> {
+impl Steps<'_> {
     /// The own rows of `rows`, and the first of them.
     fn own(&self, rows: DeviceSlice<f32>) -> (DeviceSlice<f32>, usize) {
         match &self.groups.tensor {
-            Some(group) => (group.own(rows), group.first_row()),
+            Some(group) => (rows.slice(group.own(rows.len())), group.first_row()),
             None => (rows, 0),
         }
     }
@@ -38,7 +38,7 @@ impl<A: HostArch> Steps<'_, A> {
             return Ok(());
         };
         self.enqueue()?;
-        group.sum_rows(self.stream, rows)
+        Ok(group.sum_rows(self.stream, rows.erase())?)
     }
 
     /// Gathers rows from the own rows, after the steps so far.
@@ -52,15 +52,18 @@ impl<A: HostArch> Steps<'_, A> {
             return Ok(());
         };
         self.enqueue()?;
-        group.gather_rows(self.stream, rows)
+        Ok(group.gather_rows(self.stream, rows.erase())?)
     }
 
     /// All rows of a norm's output.
     pub(super) fn norm(&mut self, norm: Forward) -> Result<(), ModelError> {
         let mut block = self.activations().block;
-        let nth = usize::from(norm == Forward::Norm2);
-        let whole = *A::norms(&mut block)[nth];
-        *A::norms(&mut block)[nth] = self.own(whole).0;
+        let place = match norm {
+            Forward::Norm2 => &mut block.norm2,
+            _ => &mut block.norm1,
+        };
+        let whole = *place;
+        *place = self.own(whole).0;
         self.forward(norm, block);
         self.gather_rows(whole)
     }
@@ -84,30 +87,30 @@ impl<A: HostArch> Steps<'_, A> {
     ) -> Result<(), ModelError> {
         let block = self.activations().block;
         if self.groups.tensor.is_none() {
-            self.add(move |arch, flat, _| {
+            self.add(move |ops, flat, _| {
                 // SAFETY: a buffer of the model, and the stream orders its passes.
                 let residual = unsafe { residual.as_host() };
                 // SAFETY: as above; it is another buffer.
                 let out = unsafe { out.as_host_mut() };
-                arch.branch(branch, out, residual, block, flat);
+                ops.branch(branch, out, residual, block, flat);
             });
             return Ok(());
         }
         let sums = self.scratch().narrow.slice(0..self.whole_row());
-        self.add(move |arch, flat, _| {
+        self.add(move |ops, flat, _| {
             // SAFETY: a buffer of the model, and the stream orders its passes.
-            arch.product(branch, unsafe { sums.as_host_mut() }, block, flat);
+            ops.product(branch, unsafe { sums.as_host_mut() }, block, flat);
         });
         self.sum_rows(sums)?;
         let (own, first) = self.own(sums);
-        self.add(move |arch, flat, _| {
+        self.add(move |ops, flat, _| {
             let rows = [residual, own].map(|rows| {
                 // SAFETY: a buffer of the model, and the stream orders its passes.
                 unsafe { rows.as_host() }
             });
             // SAFETY: as above; it is another buffer.
             let out = unsafe { out.as_host_mut() };
-            arch.add_branch(branch, out, rows, first, flat);
+            ops.add_branch(branch, out, rows, first, flat);
         });
         Ok(())
     }
@@ -120,19 +123,16 @@ impl<A: HostArch> Steps<'_, A> {
     /// All rows of the gradient that the backward of a branch reads.
     pub(super) fn gradient_of_branch(&mut self, branch: Branch) -> Result<(), ModelError> {
         let s = self.scratch();
-        let before = self
-            .engine
-            .arch
-            .before_dropout(s, branch, &self.engine.draws);
+        let before = self.engine.ops.before_dropout(s, &self.engine.draws);
         let (from, first) = self.own(s.dres);
         if before.as_ptr() != s.dres.as_ptr() {
             let (to, _) = self.own(before);
-            self.add(move |arch, flat, _| {
+            self.add(move |ops, flat, _| {
                 // SAFETY: a buffer of the model, and the stream orders its passes.
                 let from = unsafe { from.as_host() };
                 // SAFETY: as above; it is another buffer.
                 let to = unsafe { to.as_host_mut() };
-                arch.drop_gradient(branch, to, from, first, flat);
+                ops.drop_gradient(branch, to, from, first, flat);
             });
         }
         self.gather_rows(before)
@@ -154,7 +154,7 @@ impl<A: HostArch> Steps<'_, A> {
     }
 
     fn partial_sums(&self) -> DeviceSlice<f32> {
-        let elems = self.engine.arch.partial_elems();
+        let elems = self.engine.ops.config.partial_elems(&self.engine.options);
         self.scratch().logits.slice(0..elems)
     }
 
@@ -172,12 +172,11 @@ impl<A: HostArch> Steps<'_, A> {
             return Ok(());
         };
         self.enqueue()?;
-        group.sum(self.stream, sums)?;
-        self.backward(
-            Backward::PartialSums,
-            self.activations().block,
-            self.scratch(),
-        );
+        group.sum(self.stream, sums.erase())?;
+        self.add(move |ops, flat, grad| {
+            // SAFETY: a buffer of the model, and the stream orders its passes.
+            ops.add_partial_sums(grad, unsafe { sums.as_host_mut() }, flat);
+        });
         Ok(())
     }
 
@@ -188,21 +187,21 @@ impl<A: HostArch> Steps<'_, A> {
             Some(_) => self.scratch().narrow.slice(0..self.whole_row()),
             None => out,
         };
-        self.add(move |arch, flat, _| {
+        self.add(move |ops, flat, _| {
             // SAFETY: a buffer of the model, and the stream orders its passes.
-            arch.embed(unsafe { sums.as_host_mut() }, flat);
+            ops.embed(unsafe { sums.as_host_mut() }, flat);
         });
         self.sum_rows(sums)?;
         let (own, first) = self.own(sums);
         let is_out = own.as_ptr() == out.as_ptr();
-        self.add(move |arch, flat, _| {
+        self.add(move |ops, flat, _| {
             // SAFETY: as above.
             let out = unsafe { out.as_host_mut() };
             if !is_out {
                 // SAFETY: as above; it is another buffer.
                 out.copy_from_slice(unsafe { own.as_host() });
             }
-            arch.drop_embedding(out, first, flat);
+            ops.drop_embedding(out, first, flat);
         });
         self.enqueue()
     }
@@ -211,14 +210,14 @@ impl<A: HostArch> Steps<'_, A> {
     pub(super) fn embed_backward(&mut self) -> Result<(), ModelError> {
         let dres = self.scratch().dres;
         let (own, first) = self.own(dres);
-        self.add(move |arch, flat, _| {
+        self.add(move |ops, flat, _| {
             // SAFETY: a buffer of the model, and the stream orders its passes.
-            arch.drop_embedding(unsafe { own.as_host_mut() }, first, flat);
+            ops.drop_embedding(unsafe { own.as_host_mut() }, first, flat);
         });
         self.gather_rows(dres)?;
-        self.add(move |arch, flat, grad| {
+        self.add(move |ops, flat, grad| {
             // SAFETY: as above.
-            arch.embed_backward(grad, flat.unit(0), unsafe { dres.as_host() }, flat);
+            ops.embed_backward(grad, unsafe { dres.as_host() }, flat);
         });
         self.enqueue()
     }
@@ -236,9 +235,9 @@ impl<A: HostArch> Steps<'_, A> {
     pub(super) fn final_norm(&mut self) -> Result<(), ModelError> {
         let x = self.activations().input;
         let head = self.own_head();
-        self.add(move |arch, flat, _| {
+        self.add(move |ops, flat, _| {
             // SAFETY: a buffer of the model, and the stream orders its passes.
-            arch.final_norm(&mut head.view(), unsafe { x.as_host() }, flat);
+            ops.final_norm(&mut head.view(), unsafe { x.as_host() }, flat);
         });
         self.gather_rows(self.engine.buffers.head.out)?;
         self.enqueue()
@@ -255,10 +254,10 @@ impl<A: HostArch> Steps<'_, A> {
         let [dout, dres] = [sums, s.dres].map(|rows| self.own(rows).0);
         let group = self.groups.tensor.as_ref();
         let divided = group.filter(|group| group.divides_rows);
-        let elems = self.engine.arch.final_norm_elems();
+        let elems = self.engine.ops.final_norm_elems();
         let partial = s.logits.slice(0..divided.map_or(0, |_| elems));
 
-        self.add(move |arch, flat, grad| {
+        self.add(move |ops, flat, grad| {
             let [dres, partial] = [dres, partial].map(|slice| {
                 // SAFETY: distinct buffers of the model, and the stream orders its passes.
                 unsafe { slice.as_host_mut() }
@@ -270,19 +269,18 @@ impl<A: HostArch> Steps<'_, A> {
             dres.fill(0.0);
             partial.fill(0.0);
             let dnorm = match partial.is_empty() {
-                true => arch.final_norm_grad(grad, flat),
+                true => ops.final_norm_grad(grad, flat),
                 false => partial,
             };
-            arch.final_norm_backward(dres, dnorm, dout, x, &head.view(), flat);
+            ops.final_norm_backward(dres, dnorm, dout, x, &head.view(), flat);
         });
         if let Some(group) = divided {
             self.enqueue()?;
-            group.sum(self.stream, partial)?;
-            self.add(move |arch, flat, grad| {
+            group.sum(self.stream, partial.erase())?;
+            self.add(move |ops, flat, grad| {
                 // SAFETY: as above.
                 let sums = unsafe { partial.as_host() };
-                let all = arch.final_norm_grad(grad, flat).iter_mut().zip(sums);
-                all.for_each(|(all, sum)| *all += sum);
+                add(ops.final_norm_grad(grad, flat), sums);
             });
         }
         self.enqueue()

@@ -2,24 +2,20 @@
 //! vocabulary.
 
 use zero_alloc::device::{AnySlice, DeviceSlice};
-use zero_alloc::host::HostStream;
+use zero_alloc::host::{HostDevice, HostStream};
 use zero_trainer::ModelError;
 
-use super::arch::HostArch;
 use super::engine::Engine;
-use super::groups::TensorGroup;
 use super::head;
-use super::params::HEAD;
-use crate::ops::cross_entropy::{self, STATISTICS};
-use crate::ops::linear;
-use crate::tensor::TensorRank;
+use super::tensor_group::TensorGroup;
+use crate::ops::cross_entropy;
 
-impl<A: HostArch> Engine<A> {
+impl Engine {
     /// Enqueues the logits of this rank's token `token`, gathers them, and returns those of the
     /// whole vocabulary.
     pub(super) fn cut_token_logits(
         &self,
-        group: &TensorGroup,
+        group: &TensorGroup<HostDevice>,
         stream: &HostStream,
         params: &[AnySlice],
         token: usize,
@@ -40,7 +36,7 @@ impl<A: HostArch> Engine<A> {
             let own = unsafe { own.as_host_mut() };
             head::logits(&mut own[..part.len], out, &flat, part.len);
         })?;
-        group.comm.all_gather(stream, own.erase(), all.erase())?;
+        group.gather(stream, own.erase(), all.erase())?;
         // Only the last ranks' parts are shorter than the others: nothing is between the tokens.
         Ok(all.slice(0..group.vocab).erase())
     }
@@ -49,7 +45,7 @@ impl<A: HostArch> Engine<A> {
     /// and gradients.
     pub(super) fn cut_losses(
         &self,
-        group: &TensorGroup,
+        group: &TensorGroup<HostDevice>,
         stream: &HostStream,
         params: &[AnySlice],
         tokens: usize,
@@ -61,15 +57,14 @@ impl<A: HostArch> Engine<A> {
         let scratch = self.buffers.scratch;
         let part = group.part();
         let width = head.out.len() / self.options.tokens();
-        let chunk = group.stats.len() / STATISTICS;
+        let chunk = group.rows();
         let is_first = group.rank.is_first();
-        let TensorRank { rank, ranks } = group.rank;
-        let stats = group.stats;
-        let all_stats = group.all_stats;
+        let rank = group.rank.rank;
 
         for start in (0..tokens).step_by(chunk) {
             let end = tokens.min(start + chunk);
             let rows = end - start;
+            let [stats, all_stats] = group.stats(rows);
             let label = "logits";
             self.enqueue(stream, label, pass, params, &[], move |flat, _| {
                 let logits = &mut scratch.view().logits[..rows * part.len];
@@ -78,7 +73,6 @@ impl<A: HostArch> Engine<A> {
                 // SAFETY: the buffer is this model's, and the stream orders its passes.
                 let stats = unsafe { stats.as_host_mut() };
                 let targets = &flat.batch.targets[start..end];
-                let stats = &mut stats[..rows * STATISTICS];
                 cross_entropy::part_statistics(stats, logits, targets, part);
             })?;
             group.gather_stats(stream, rows)?;
@@ -98,7 +92,6 @@ impl<A: HostArch> Engine<A> {
                     let out = &head.view().out[start * width..end * width];
                     // SAFETY: as above.
                     let stats = unsafe { all_stats.as_host() };
-                    let stats = &stats[..rows * STATISTICS * ranks];
                     let targets = &flat.batch.targets[start..end];
                     let divisor = loss_scale.map_or(1.0, |_| flat.batch.divisor);
                     let scale = loss_scale.map_or(0.0, |scale| {
@@ -115,12 +108,13 @@ impl<A: HostArch> Engine<A> {
                     }
                     let Some(matrix) = grads.pop() else { return };
                     let dw = match grads.is_empty() {
-                        true => &mut matrix[flat.unit(0).range(HEAD)],
-                        false => matrix,
+                        true => &mut matrix[flat.ranges.head.start..],
+                        false => &mut matrix[flat.ranges.tokens.start..],
                     };
                     let w = flat.head_weight(part.len * width);
-                    linear::product(&mut s.narrow[start * width..end * width], logits, w, width);
-                    linear::add_weight_gradient(&mut dw[..w.len()], logits, out, width);
+                    let layer = head::layer(w, part.len);
+                    layer.input_gradient(&mut s.narrow[start * width..end * width], logits);
+                    layer.weight_gradient([&mut dw[..w.len()], &mut []], out, logits);
                 },
             )?;
         }

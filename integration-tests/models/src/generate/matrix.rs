@@ -5,7 +5,8 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 use zero_alloc::device::DType;
 
-use crate::ops::{linear, rows_per_thread};
+use crate::ops::linear::{Linear, MatrixOrder};
+use crate::ops::rows_per_thread;
 
 /// A matrix `[outputs, inputs]`, as torch.nn.Linear stores it.
 pub(super) struct Matrix {
@@ -26,10 +27,6 @@ impl Matrix {
             _ => Elems::F32(elems),
         };
         Self { inputs, elems }
-    }
-
-    pub(super) fn inputs(&self) -> usize {
-        self.inputs
     }
 
     pub(super) fn outputs(&self) -> usize {
@@ -66,17 +63,21 @@ impl Matrix {
         match &self.elems {
             Elems::F32(elems) if one_row => by_outputs(out, elems, x, dots_f32),
             Elems::Bf16(elems) if one_row => by_outputs(out, elems, x, dots_bf16),
-            Elems::F32(elems) => linear::product_transposed(out, x, elems, outputs),
+            Elems::F32(elems) => layer(elems, outputs).product(out, x),
             Elems::Bf16(elems) => {
-                let mut wide = vec![0.0; elems.len()];
+                let mut all = vec![0.0; elems.len()];
                 let part = rows_per_thread(elems.len());
-                (wide.par_chunks_mut(part), elems.par_chunks(part))
+                (all.par_chunks_mut(part), elems.par_chunks(part))
                     .into_par_iter()
                     .for_each(|(wide, elems)| widen(wide, elems));
-                linear::product_transposed(out, x, &wide, outputs);
+                layer(&all, outputs).product(out, x);
             }
         }
     }
+}
+
+fn layer(elems: &[f32], outputs: usize) -> Linear<'_> {
+    Linear::of_matrix(elems, outputs, MatrixOrder::OutputsFirst)
 }
 
 /// Calls `dots` for each thread's part of the outputs of one row.

@@ -33,10 +33,11 @@ use zero_alloc::device::DType;
 use zero_trainer::ModelError;
 
 use crate::ModelConfig;
-use crate::llama::config::LlamaConfig;
-use crate::ops::{Span, Threads, attention, rms_norm, rope, swiglu};
+use crate::decoder::block::{Block, Layer, Positions};
+use crate::decoder::config::DecoderConfig;
+use crate::ops::{Span, Threads, attention};
 use cache::Cache;
-use weights::{Block, Mlp, Weights};
+use weights::{Linear, Weights};
 
 pub use sampler::Sampling;
 
@@ -57,22 +58,15 @@ pub struct GeneratorOptions {
 
 /// A model and the tokens that it has seen.
 pub struct Generator {
+    config: DecoderConfig,
     weights: Weights,
     caches: Vec<Cache>,
-    /// What only the Llama family has.
-    rotary: Option<Rotary>,
-    vocab: usize,
+    /// The angles of the rotary embedding `[context, d]`.
+    table: Vec<f32>,
     context: usize,
     /// Tokens in the caches.
     tokens: usize,
     threads: Threads,
-}
-
-/// The rotary positions and the norm of queries and keys.
-struct Rotary {
-    /// The angles `[context, d]`.
-    table: Vec<f32>,
-    eps: f32,
 }
 
 impl Generator {
@@ -102,19 +96,18 @@ impl Generator {
             return Err(format!("weights in {dtype}: generation has fp32 and bf16").into());
         }
 
-        let rotary = match config {
-            ModelConfig::Gpt2(_) => None,
-            ModelConfig::Llama(config) => Some(Rotary::new(config, context)),
-        };
-        let caches = (0..config.layers()).map(|layer| Cache::new(shape(config, layer, context)));
+        let config = config.decoder();
+        let mut table = vec![0.0; config.table_elems(context)];
+        config.fill_table(&mut table);
+        let caches = (0..config.layers).map(|layer| Cache::new(shape(&config, layer, context)));
         Ok(Self {
-            weights: threads.run(|| Weights::read(config, source, dtype))?,
+            weights: threads.run(|| Weights::read(&config, source, dtype))?,
             caches: caches.collect(),
-            rotary,
-            vocab: config.vocab_size(),
+            table,
             context,
             tokens: 0,
             threads,
+            config,
         })
     }
 
@@ -150,8 +143,11 @@ impl Generator {
             )
             .into());
         }
-        if let Some(token) = tokens.iter().find(|&&token| token as usize >= self.vocab) {
-            let vocab = self.vocab;
+        if let Some(token) = tokens
+            .iter()
+            .find(|&&token| token as usize >= self.config.vocab)
+        {
+            let vocab = self.config.vocab;
             return Err(format!("token {token} is outside the vocabulary of {vocab}").into());
         }
 
@@ -171,62 +167,118 @@ impl Generator {
     /// One pass: of all tokens if they are the first, otherwise of one.
     fn pass(&mut self, tokens: &[u32]) -> Vec<f32> {
         let first = self.tokens;
-        let width = self.weights.norm.width();
+        let width = self.config.width;
         let mut x = vec![0.0; tokens.len() * width];
         for ((position, token), x) in (first..).zip(tokens).zip(x.chunks_exact_mut(width)) {
-            self.weights.embedding.row(*token as usize, x);
+            self.weights.tokens.row(*token as usize, x);
             if let Some(positions) = &self.weights.positions {
                 let mut row = vec![0.0; width];
                 positions.row(position, &mut row);
-                add(x, &row);
+                x.iter_mut().zip(&row).for_each(|(x, y)| *x += y);
             }
         }
 
-        let layers = self.weights.blocks.iter().zip(&mut self.caches);
-        for (block, cache) in layers {
-            let attended = attention_of(block, cache, self.rotary.as_ref(), &x, first);
-            add(&mut x, &block.output.apply(&attended));
-            let out = mlp(&block.mlp, &block.norm2.apply(&x));
-            add(&mut x, &out);
+        let angles = self.table.get(first * self.config.head_dim..);
+        let positions = Positions {
+            table: angles.unwrap_or_default(),
+            starts: &[],
+            span: Span::whole(tokens.len()),
+        };
+        let mut a = Activations::new(&self.config, tokens.len());
+        for (layer, cache) in self.caches.iter_mut().enumerate() {
+            let block = self.weights.block(&self.config, layer);
+            a.apply(&block, cache, positions, &mut x, first);
         }
 
         self.tokens += tokens.len();
         let last = &x[x.len() - width..];
-        let mut logits = vec![0.0; self.vocab];
-        let head = self.weights.head();
-        head.product(&mut logits, &self.weights.norm.apply(last));
+        let mut logits = vec![0.0; self.config.vocab];
+        let normed = &mut a.normed[..width];
+        self.weights
+            .norm(&self.config)
+            .forward(normed, &mut a.stats, last);
+        self.weights.head().product(&mut logits, normed);
         logits
     }
 }
 
-/// Attention's output before its projection, of the tokens from `first` with the residual `x`.
-fn attention_of(
-    block: &Block,
-    cache: &mut Cache,
-    rotary: Option<&Rotary>,
-    x: &[f32],
-    first: usize,
-) -> Vec<f32> {
-    let cache::Shape {
-        heads,
-        kv_heads,
-        d,
-        window,
-        scale,
-        ..
-    } = cache.shape();
-    let mut qkv = block.qkv.apply(&block.norm1.apply(x));
-    let width = (heads + 2 * kv_heads) * d;
-    let tokens = qkv.len() / width;
-    if let Some(rotary) = rotary {
-        rotary.apply(&mut qkv, &block.qk_gains, cache.shape(), first);
+/// The activations of a block; each block writes them anew.
+struct Activations {
+    normed: Vec<f32>,
+    stats: Vec<f32>,
+    qkv: Vec<f32>,
+    raw: Vec<f32>,
+    raw_stats: Vec<f32>,
+    attended: Vec<f32>,
+    lse: Vec<f32>,
+    mid: Vec<f32>,
+    up: Vec<f32>,
+    act: Vec<f32>,
+    /// A product that is added to the residual stream.
+    sum: Vec<f32>,
+}
+
+impl Activations {
+    fn new(config: &DecoderConfig, tokens: usize) -> Self {
+        let rows = |elems: usize| vec![0.0; tokens * elems];
+        Self {
+            normed: rows(config.width),
+            stats: rows(config.norm.stats()),
+            qkv: rows(config.qkv_width()),
+            raw: rows(config.normed_heads() * config.head_dim),
+            raw_stats: rows(config.normed_heads()),
+            attended: rows(config.q_width()),
+            lse: rows(config.heads),
+            mid: rows(config.width),
+            up: rows(config.up_width()),
+            act: rows(config.inner),
+            sum: rows(config.width),
+        }
     }
 
-    cache.keep(first, &qkv);
-    let mut out = vec![0.0; tokens * heads * d];
-    if tokens == 1 {
-        cache.attend(&mut out, &qkv[..heads * d], first + 1);
-    } else {
+    /// Replaces the input `x` of a block, of the tokens from `first`, by its output.
+    fn apply(
+        &mut self,
+        block: &Block<'_, &Linear>,
+        cache: &mut Cache,
+        positions: Positions<'_>,
+        x: &mut [f32],
+        first: usize,
+    ) {
+        let width = block.config.width;
+        block.norm1.forward(&mut self.normed, &mut self.stats, x);
+        let qkv = [&mut self.qkv, &mut self.raw, &mut self.raw_stats].map(|all| &mut all[..]);
+        block.qkv(qkv, &self.normed, positions);
+        cache.keep(first, &self.qkv);
+        self.attend(cache, first);
+        block.output.product(&mut self.sum, &self.attended);
+        let output = &block.output;
+        output.add_residual(&mut self.mid, x, &self.sum, width);
+
+        block
+            .norm2
+            .forward(&mut self.normed, &mut self.stats, &self.mid);
+        block.mlp(&mut self.act, &mut self.up, &self.normed);
+        block.down.product(&mut self.sum, &self.act);
+        block.down.add_residual(x, &self.mid, &self.sum, width);
+    }
+
+    /// Attention's output of the tokens from `first`: of one token from the cache, of several from their
+    /// own keys and values.
+    fn attend(&mut self, cache: &Cache, first: usize) {
+        let cache::Shape {
+            heads,
+            kv_heads,
+            d,
+            window,
+            scale,
+            ..
+        } = cache.shape();
+        let tokens = self.attended.len() / (heads * d);
+        if tokens == 1 {
+            let queries = &self.qkv[..heads * d];
+            return cache.attend(&mut self.attended, queries, first + 1);
+        }
         let shape = attention::Shape {
             batch: 1,
             seq: tokens,
@@ -237,100 +289,26 @@ fn attention_of(
             scale,
         };
         let masks = attention::Masks::default();
-        let mut lse = vec![0.0; heads * tokens];
-        attention::forward(&mut out, &mut lse, &qkv, masks, shape);
-    }
-    out
-}
-
-fn mlp(mlp: &Mlp, x: &[f32]) -> Vec<f32> {
-    match mlp {
-        Mlp::Plain {
-            fc,
-            projection,
-            activation,
-        } => {
-            let mut wide = fc.product(x);
-            let mut act = vec![0.0; wide.len()];
-            activation.forward(&mut act, &mut wide, &fc.bias);
-            projection.apply(&act)
-        }
-        Mlp::SwiGlu { gate_up, down } => {
-            let wide = gate_up.apply(x);
-            let mut act = vec![0.0; wide.len() / 2];
-            swiglu::forward(&mut act, &wide, gate_up.weight.outputs() / 2);
-            down.apply(&act)
-        }
+        attention::forward(&mut self.attended, &mut self.lse, &self.qkv, masks, shape);
     }
 }
 
-impl Rotary {
-    fn new(config: &LlamaConfig, context: usize) -> Self {
-        let mut table = vec![0.0; context * config.head_dim];
-        config.rope.fill(&mut table, config.head_dim);
-        Self {
-            table,
-            eps: config.rms_norm_eps,
-        }
-    }
-
-    /// Norms of queries and keys, if `gains` is not empty, and their rotation.
-    fn apply(&self, qkv: &mut [f32], gains: &[f32], shape: cache::Shape, first: usize) {
-        let cache::Shape {
-            heads, kv_heads, d, ..
-        } = shape;
-        let width = (heads + 2 * kv_heads) * d;
-        let tokens = qkv.len() / width;
-        let turned = heads + kv_heads;
-        if !gains.is_empty() {
-            let mut raw = vec![0.0; tokens * turned * d];
-            let mut stats = vec![0.0; tokens * turned];
-            let of = rms_norm::Heads {
-                queries: heads,
-                keys: kv_heads,
-                d,
-                width,
-            };
-            rms_norm::forward_heads(qkv, &mut raw, &mut stats, gains, of, self.eps);
-        }
-        let angles = &self.table[first * d..(first + tokens) * d];
-        let rows = rope::Rows {
-            width,
-            turned: turned * d,
-            d,
-        };
-        rope::forward(qkv, angles, &[], Span::whole(tokens), rows);
-    }
-}
-
-fn shape(config: &ModelConfig, layer: usize, context: usize) -> cache::Shape {
-    let [heads, kv_heads, d, window] = match config {
-        ModelConfig::Gpt2(c) => [c.n_head, c.n_head, c.head_dim(), context],
-        ModelConfig::Llama(c) => [c.heads, c.kv_heads, c.head_dim, c.window_of(layer, context)],
-    };
-    let scale = match config {
-        ModelConfig::Gpt2(c) => c.attention_scale(layer),
-        ModelConfig::Llama(c) => attention::scale_of(c.head_dim),
-    };
+fn shape(config: &DecoderConfig, layer: usize, context: usize) -> cache::Shape {
     cache::Shape {
         context,
-        heads,
-        kv_heads,
-        d,
-        window,
-        scale,
+        heads: config.heads,
+        kv_heads: config.kv_heads,
+        d: config.head_dim,
+        window: config.window_of(layer, context),
+        scale: config.scale_of(layer),
     }
-}
-
-fn add(x: &mut [f32], y: &[f32]) {
-    x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::gpt2::config::GptConfig;
-    use crate::llama::config::Family;
+    use crate::llama::config::{Family, LlamaConfig};
     use crate::ops::activation::Activation;
 
     fn configs() -> Vec<ModelConfig> {

@@ -1,118 +1,70 @@
-//! The weights of a model, by what generation computes with them.
+//! The weights of a model, as generation holds them.
 
 use zero_alloc::device::DType;
+use zero_shard::ParamSpec;
 use zero_trainer::ModelError;
 
 use super::WeightSource;
 use super::matrix::Matrix;
-use crate::ModelConfig;
-use crate::gpt2::config::GptConfig;
-use crate::llama::config::LlamaConfig;
-use crate::ops::activation::Activation;
+use crate::decoder::block::{Block, Layer};
+use crate::decoder::block_params::BlockParams;
+use crate::decoder::config::DecoderConfig;
+use crate::ops::linear::{MatrixOrder, add_rows};
+use crate::ops::norm::Norm;
 use crate::ops::transpose::transpose;
-use crate::ops::{layer_norm, rms_norm};
 
 /// All weights.
 pub(super) struct Weights {
-    pub(super) embedding: Matrix,
-    /// The embedding of positions, if they have one.
+    pub(super) tokens: Matrix,
+    /// The embedding of positions, if there is one.
     pub(super) positions: Option<Matrix>,
-    pub(super) blocks: Vec<Block>,
-    pub(super) norm: Norm,
+    blocks: Vec<BlockWeights>,
+    norm: NormWeights,
     /// The head, unless it is the embedding.
-    pub(super) head: Option<Matrix>,
+    head: Option<Matrix>,
 }
 
-pub(super) struct Block {
-    pub(super) norm1: Norm,
-    pub(super) qkv: Linear,
-    /// The gains of the norms of queries and of keys `[2, d]`, if they have norms.
-    pub(super) qk_gains: Vec<f32>,
-    pub(super) output: Linear,
-    pub(super) norm2: Norm,
-    pub(super) mlp: Mlp,
+/// The weights of a block.
+struct BlockWeights {
+    norm1: NormWeights,
+    qkv: Linear,
+    qk_norm: Vec<f32>,
+    output: Linear,
+    norm2: NormWeights,
+    up: Linear,
+    down: Linear,
 }
+
+/// Gain and bias of a norm.
+type NormWeights = [Vec<f32>; 2];
 
 /// A matrix and its bias, which may be empty.
 pub(super) struct Linear {
-    pub(super) weight: Matrix,
-    pub(super) bias: Vec<f32>,
+    weight: Matrix,
+    bias: Vec<f32>,
 }
 
-pub(super) enum Mlp {
-    Plain {
-        fc: Linear,
-        projection: Linear,
-        activation: Activation,
-    },
-    SwiGlu {
-        gate_up: Linear,
-        down: Linear,
-    },
-}
-
-pub(super) enum Norm {
-    Layer {
-        gain: Vec<f32>,
-        bias: Vec<f32>,
-        eps: f32,
-    },
-    Rms {
-        gain: Vec<f32>,
-        eps: f32,
-    },
-}
-
-impl Norm {
-    /// Elements of a row.
-    pub(super) fn width(&self) -> usize {
-        match self {
-            Self::Layer { gain, .. } | Self::Rms { gain, .. } => gain.len(),
-        }
-    }
-
-    /// The norm of each row of x.
-    pub(super) fn apply(&self, x: &[f32]) -> Vec<f32> {
-        let mut y = vec![0.0; x.len()];
-        match self {
-            Self::Layer { gain, bias, eps } => {
-                let mut stats = vec![0.0; 2 * x.len() / gain.len()];
-                layer_norm::forward(&mut y, &mut stats, x, gain, bias, *eps);
-            }
-            Self::Rms { gain, eps } => {
-                let mut stats = vec![0.0; x.len() / gain.len()];
-                rms_norm::forward(&mut y, &mut stats, x, gain, *eps);
-            }
-        }
-        y
-    }
-}
-
-impl Linear {
-    /// `x w^T + bias`.
-    pub(super) fn apply(&self, x: &[f32]) -> Vec<f32> {
-        let mut out = self.product(x);
+impl Layer for &Linear {
+    fn forward(&self, y: &mut [f32], x: &[f32]) {
+        self.weight.product(y, x);
         if !self.bias.is_empty() {
-            for row in out.chunks_exact_mut(self.bias.len()) {
-                row.iter_mut().zip(&self.bias).for_each(|(y, b)| *y += b);
-            }
+            add_rows(y, &self.bias);
         }
-        out
     }
 
-    /// `x w^T`.
-    pub(super) fn product(&self, x: &[f32]) -> Vec<f32> {
-        let rows = x.len() / self.weight.inputs();
-        let mut out = vec![0.0; rows * self.weight.outputs()];
-        self.weight.product(&mut out, x);
-        out
+    fn product(&self, y: &mut [f32], x: &[f32]) {
+        self.weight.product(y, x);
+    }
+
+    fn bias(&self) -> &[f32] {
+        &self.bias
     }
 }
 
 impl Weights {
     /// Reads the weights; matrices are held in `dtype`, fp32 or bf16.
     pub(super) fn read(
-        config: &ModelConfig,
+        config: &DecoderConfig,
         source: &WeightSource<'_>,
         dtype: DType,
     ) -> Result<Self, ModelError> {
@@ -121,161 +73,129 @@ impl Weights {
             source,
             dtype,
         };
-        match config {
-            ModelConfig::Gpt2(config) => reader.gpt2(config),
-            ModelConfig::Llama(config) => reader.llama(config),
-        }
+        let c = config.width;
+        let embedding = config.embedding_params();
+        let mut embeddings = embedding.chunks(1).map(|params| reader.rows(params, c));
+        let head = config.head_matrix();
+        Ok(Self {
+            tokens: embeddings.next().unwrap_or_else(|| reader.rows(&[], c))?,
+            positions: embeddings.next().transpose()?,
+            blocks: (0..config.layers)
+                .map(|layer| reader.block(layer))
+                .collect::<Result<_, _>>()?,
+            norm: reader.norm(config.norm_params(config.names.norm))?,
+            head: head.map(|param| reader.rows(&[param], c)).transpose()?,
+        })
     }
 
     /// The matrix of the head.
     pub(super) fn head(&self) -> &Matrix {
-        self.head.as_ref().unwrap_or(&self.embedding)
+        self.head.as_ref().unwrap_or(&self.tokens)
+    }
+
+    /// The last norm.
+    pub(super) fn norm<'a>(&'a self, config: &DecoderConfig) -> Norm<'a> {
+        norm(&self.norm, config)
+    }
+
+    /// Block `layer`.
+    pub(super) fn block<'a>(
+        &'a self,
+        config: &'a DecoderConfig,
+        layer: usize,
+    ) -> Block<'a, &'a Linear> {
+        let weights = &self.blocks[layer];
+        Block {
+            config,
+            norm1: norm(&weights.norm1, config),
+            qkv: &weights.qkv,
+            qk_norm: &weights.qk_norm,
+            output: &weights.output,
+            norm2: norm(&weights.norm2, config),
+            up: &weights.up,
+            down: &weights.down,
+        }
     }
 
     /// Bytes of the matrices that each token reads.
     pub(super) fn bytes_of_token(&self) -> u64 {
-        let block = |block: &Block| {
-            let [one, two] = match &block.mlp {
-                Mlp::Plain { fc, projection, .. } => [fc, projection],
-                Mlp::SwiGlu { gate_up, down } => [gate_up, down],
-            };
-            let linears = [&block.qkv, &block.output, one, two];
+        let block = |block: &BlockWeights| {
+            let linears = [&block.qkv, &block.output, &block.up, &block.down];
             linears.iter().map(|l| l.weight.bytes()).sum::<u64>()
         };
         self.head().bytes() + self.blocks.iter().map(block).sum::<u64>()
     }
 }
 
-/// Reads tensors by name.
+fn norm<'a>([gain, bias]: &'a NormWeights, config: &DecoderConfig) -> Norm<'a> {
+    Norm {
+        kind: config.norm,
+        gain,
+        bias,
+        eps: config.eps,
+    }
+}
+
+/// Reads tensors of a model.
 struct Reader<'a> {
-    config: &'a ModelConfig,
+    config: &'a DecoderConfig,
     source: &'a WeightSource<'a>,
     dtype: DType,
 }
 
 impl Reader<'_> {
-    fn tensor(&self, name: &str) -> Result<Vec<f32>, ModelError> {
-        let param = self.config.param(name);
-        let param = param.ok_or_else(|| format!("the model has no parameter {name:?}"))?;
-        let elems: u64 = param.shape.iter().product();
-        let mut values = vec![0.0; elems as usize];
-        (self.source)(name, 0..elems, &mut values)?;
-        Ok(values)
-    }
-
     /// The tensors one after the other.
-    fn tensors(&self, names: &[String]) -> Result<Vec<f32>, ModelError> {
-        let parts: Result<Vec<_>, _> = names.iter().map(|name| self.tensor(name)).collect();
+    fn tensors(&self, params: &[ParamSpec]) -> Result<Vec<f32>, ModelError> {
+        let read = |param: &ParamSpec| {
+            let elems: u64 = param.shape.iter().product();
+            let mut values = vec![0.0; elems as usize];
+            (self.source)(&param.name, 0..elems, &mut values)?;
+            Ok(values)
+        };
+        let parts: Result<Vec<_>, ModelError> = params.iter().map(read).collect();
         Ok(parts?.concat())
     }
 
-    fn matrix(&self, names: &[String], inputs: usize) -> Result<Matrix, ModelError> {
-        Ok(Matrix::new(self.tensors(names)?, inputs, self.dtype))
+    /// A matrix of rows of `inputs` elements.
+    fn rows(&self, params: &[ParamSpec], inputs: usize) -> Result<Matrix, ModelError> {
+        Ok(Matrix::new(self.tensors(params)?, inputs, self.dtype))
     }
 
-    fn gpt2(&self, config: &GptConfig) -> Result<Weights, ModelError> {
-        let c = config.n_embd;
-        let norm = |name: String| {
-            Ok::<_, ModelError>(Norm::Layer {
-                gain: self.tensor(&format!("{name}.weight"))?,
-                bias: self.tensor(&format!("{name}.bias"))?,
-                eps: config.layer_norm_epsilon,
-            })
-        };
-        let linear = |name: String, inputs: usize| {
-            let stored = self.tensor(&format!("{name}.weight"))?;
-            let mut elems = vec![0.0; stored.len()];
-            transpose(&mut elems, &stored, stored.len() / inputs, inputs);
-            Ok::<_, ModelError>(Linear {
-                weight: Matrix::new(elems, inputs, self.dtype),
-                bias: self.tensor(&format!("{name}.bias"))?,
-            })
-        };
-        let block = |layer: usize| {
-            let name = |part: &str| format!("transformer.h.{layer}.{part}");
-            Ok(Block {
-                norm1: norm(name("ln_1"))?,
-                qkv: linear(name("attn.c_attn"), c)?,
-                qk_gains: Vec::new(),
-                output: linear(name("attn.c_proj"), c)?,
-                norm2: norm(name("ln_2"))?,
-                mlp: Mlp::Plain {
-                    activation: config.activation,
-                    fc: linear(name("mlp.c_fc"), c)?,
-                    projection: linear(name("mlp.c_proj"), config.n_inner)?,
-                },
-            })
-        };
+    fn norm(&self, [gain, bias]: [Vec<ParamSpec>; 2]) -> Result<NormWeights, ModelError> {
+        Ok([self.tensors(&gain)?, self.tensors(&bias)?])
+    }
 
-        Ok(Weights {
-            embedding: self.matrix(&["transformer.wte.weight".into()], c)?,
-            positions: Some(self.matrix(&["transformer.wpe.weight".into()], c)?),
-            blocks: (0..config.n_layer)
-                .map(block)
-                .collect::<Result<_, ModelError>>()?,
-            norm: norm("transformer.ln_f".into())?,
-            head: self.head(c)?,
+    fn linear(
+        &self,
+        [weight, bias]: [Vec<ParamSpec>; 2],
+        inputs: usize,
+    ) -> Result<Linear, ModelError> {
+        let stored = self.tensors(&weight)?;
+        let elems = match self.config.order {
+            MatrixOrder::InputsFirst => {
+                let mut elems = vec![0.0; stored.len()];
+                transpose(&mut elems, &stored, stored.len() / inputs, inputs);
+                elems
+            }
+            MatrixOrder::OutputsFirst => stored,
+        };
+        Ok(Linear {
+            weight: Matrix::new(elems, inputs, self.dtype),
+            bias: self.tensors(&bias)?,
         })
     }
 
-    fn llama(&self, config: &LlamaConfig) -> Result<Weights, ModelError> {
-        let c = config.hidden;
-        let norm = |name: String| {
-            Ok::<_, ModelError>(Norm::Rms {
-                gain: self.tensor(&format!("{name}.weight"))?,
-                eps: config.rms_norm_eps,
-            })
-        };
-        let linear = |names: &[String], inputs: usize, bias: bool| {
-            let of = |kind: &str| -> Vec<_> {
-                names.iter().map(|name| format!("{name}.{kind}")).collect()
-            };
-            Ok::<_, ModelError>(Linear {
-                weight: self.matrix(&of("weight"), inputs)?,
-                bias: match bias {
-                    true => self.tensors(&of("bias"))?,
-                    false => Vec::new(),
-                },
-            })
-        };
-        let block = |layer: usize| {
-            let name = |part: &str| format!("model.layers.{layer}.{part}");
-            let qkv = ["q_proj", "k_proj", "v_proj"].map(|p| name(&format!("self_attn.{p}")));
-            let gains = ["q_norm", "k_norm"].map(|p| name(&format!("self_attn.{p}.weight")));
-            let gate_up = ["gate_proj", "up_proj"].map(|p| name(&format!("mlp.{p}")));
-            let output = [name("self_attn.o_proj")];
-            let down = [name("mlp.down_proj")];
-            Ok(Block {
-                norm1: norm(name("input_layernorm"))?,
-                qkv: linear(&qkv, c, config.qkv_bias)?,
-                qk_gains: match config.has_qk_norm() {
-                    true => self.tensors(&gains)?,
-                    false => Vec::new(),
-                },
-                output: linear(&output, config.q_width(), config.output_bias)?,
-                norm2: norm(name("post_attention_layernorm"))?,
-                mlp: Mlp::SwiGlu {
-                    gate_up: linear(&gate_up, c, config.mlp_bias)?,
-                    down: linear(&down, config.intermediate, config.mlp_bias)?,
-                },
-            })
-        };
-
-        Ok(Weights {
-            embedding: self.matrix(&["model.embed_tokens.weight".into()], c)?,
-            positions: None,
-            blocks: (0..config.layers)
-                .map(block)
-                .collect::<Result<_, ModelError>>()?,
-            norm: norm("model.norm".into())?,
-            head: self.head(c)?,
+    fn block(&self, layer: usize) -> Result<BlockWeights, ModelError> {
+        let config = self.config;
+        let of = BlockParams::new(config.block_params(layer));
+        Ok(BlockWeights {
+            norm1: self.norm(of.norm1)?,
+            qkv: self.linear(of.qkv, config.width)?,
+            qk_norm: self.tensors(&of.qk_norm)?,
+            output: self.linear(of.output, config.q_width())?,
+            norm2: self.norm(of.norm2)?,
+            up: self.linear(of.up, config.width)?,
+            down: self.linear(of.down, config.inner)?,
         })
-    }
-
-    fn head(&self, inputs: usize) -> Result<Option<Matrix>, ModelError> {
-        if self.config.tied_head() {
-            return Ok(None);
-        }
-        Ok(Some(self.matrix(&["lm_head.weight".into()], inputs)?))
     }
 }

@@ -15,15 +15,19 @@
 //! ```
 
 use serde_json::Value;
-use zero_shard::{ParamSpec, UnitSpec};
+use zero_shard::UnitSpec;
 use zero_trainer::ModelError;
 
 use crate::config::init::Rule;
 use crate::config::{
     ConfigError, check_deviation, check_divides, check_dropout, check_positive, check_sizes,
 };
+use crate::decoder::config::{Biases, DecoderConfig, Dropouts, Names};
 use crate::ops::activation::Activation;
 use crate::ops::attention;
+use crate::ops::linear::MatrixOrder;
+use crate::ops::mlp::Mlp;
+use crate::ops::norm::NormKind;
 
 /// The shape of a GPT-2 model.
 #[derive(Clone, Debug, PartialEq)]
@@ -127,7 +131,7 @@ impl GptConfig {
             ("n_head", self.n_head),
             ("n_inner", self.n_inner),
         ];
-        check_sizes(&sizes, ("n_layer", self.n_layer), || self.count())?;
+        check_sizes(&sizes, ("n_layer", self.n_layer), || self.decoder().elems())?;
         check_divides(("n_embd", self.n_embd), ("n_head", self.n_head))?;
         check_positive("layer_norm_epsilon", self.layer_norm_epsilon)?;
         check_dropout("resid_pdrop", self.resid_pdrop)?;
@@ -168,44 +172,14 @@ impl GptConfig {
         )))
     }
 
-    /// Whether training drops elements.
-    pub(crate) fn drops(&self) -> bool {
-        [self.resid_pdrop, self.embd_pdrop, self.attn_pdrop] != [0.0; 3]
-    }
-
-    /// The factor of the scores of block `layer`, from 0.
-    pub fn attention_scale(&self, layer: usize) -> f32 {
-        let mut scale = 1.0;
-        if self.scale_attn_weights {
-            scale = attention::scale_of(self.head_dim());
-        }
-        if self.scale_attn_by_inverse_layer_idx {
-            scale /= (layer + 1) as f32;
-        }
-        scale
-    }
-
     /// Width of one attention head.
     pub fn head_dim(&self) -> usize {
-        self.n_embd / self.n_head
+        self.n_embd / self.n_head.max(1)
     }
 
     /// Elements of all parameters: Ψ of the formulas.
     pub fn parameter_count(&self) -> u64 {
-        self.count() as u64
-    }
-
-    fn count(&self) -> u128 {
-        let [v, p, c, f, l] = [
-            self.vocab_size,
-            self.n_positions,
-            self.n_embd,
-            self.n_inner,
-            self.n_layer,
-        ]
-        .map(|n| n as u128);
-        let block = 2 * c + (c * 3 * c + 3 * c) + (c * c + c) + 2 * c + (c * f + f) + (f * c + c);
-        v * c + p * c + l * block + 2 * c + if self.tied_head { 0 } else { v * c }
+        self.decoder().elems() as u64
     }
 
     /// The units in forward order: `embedding`, `block.0` .. and `head`.
@@ -213,55 +187,66 @@ impl GptConfig {
     /// With a tied head, `head` has only the last layer norm, and the head's product reads
     /// `transformer.wte.weight` of `embedding`.
     pub fn units(&self) -> Vec<UnitSpec> {
-        let [v, p, c, f] =
-            [self.vocab_size, self.n_positions, self.n_embd, self.n_inner].map(|n| n as u64);
-        let mut units = Vec::with_capacity(self.n_layer + 2);
-        units.push(UnitSpec::new(
-            "embedding",
-            [
-                ParamSpec::new("transformer.wte.weight", [v, c]),
-                ParamSpec::new("transformer.wpe.weight", [p, c]),
-            ],
-        ));
+        self.decoder().units()
+    }
 
-        for i in 0..self.n_layer {
-            let param = |name: &str, shape: &[u64]| {
-                ParamSpec::new(format!("transformer.h.{i}.{name}"), shape)
-            };
-            units.push(UnitSpec::new(
-                format!("block.{i}"),
-                [
-                    param("ln_1.weight", &[c]),
-                    param("ln_1.bias", &[c]),
-                    param("attn.c_attn.weight", &[c, 3 * c]),
-                    param("attn.c_attn.bias", &[3 * c]),
-                    param("attn.c_proj.weight", &[c, c]),
-                    param("attn.c_proj.bias", &[c]),
-                    param("ln_2.weight", &[c]),
-                    param("ln_2.bias", &[c]),
-                    param("mlp.c_fc.weight", &[c, f]),
-                    param("mlp.c_fc.bias", &[f]),
-                    param("mlp.c_proj.weight", &[f, c]),
-                    param("mlp.c_proj.bias", &[c]),
-                ],
-            ));
+    /// The decoder of this shape.
+    pub(crate) fn decoder(&self) -> DecoderConfig {
+        DecoderConfig {
+            vocab: self.vocab_size,
+            width: self.n_embd,
+            layers: self.n_layer,
+            heads: self.n_head,
+            kv_heads: self.n_head,
+            head_dim: self.head_dim(),
+            inner: self.n_inner,
+            norm: NormKind::Layer,
+            eps: self.layer_norm_epsilon,
+            mlp: Mlp::Plain(self.activation),
+            order: MatrixOrder::InputsFirst,
+            biases: Biases {
+                qkv: true,
+                output: true,
+                mlp: true,
+            },
+            positions: self.n_positions,
+            scale: match self.scale_attn_weights {
+                true => attention::scale_of(self.head_dim()),
+                false => 1.0,
+            },
+            scale_by_layer: self.scale_attn_by_inverse_layer_idx,
+            dropout: Dropouts {
+                embedding: self.embd_pdrop,
+                attention: self.attn_pdrop,
+                residual: Some(self.resid_pdrop),
+            },
+            tied_head: self.tied_head,
+            ..DecoderConfig::empty(&NAMES)
         }
-
-        let mut head = vec![
-            ParamSpec::new("transformer.ln_f.weight", [c]),
-            ParamSpec::new("transformer.ln_f.bias", [c]),
-        ];
-        if !self.tied_head {
-            head.push(ParamSpec::new("lm_head.weight", [v, c]));
-        }
-        units.push(UnitSpec::new("head", head));
-
-        units
     }
 }
 
+/// The names of GPT-2's parameters.
+const NAMES: Names = Names {
+    family: "GPT-2",
+    prefix: "transformer.",
+    tokens: "transformer.wte.weight",
+    positions: "transformer.wpe.weight",
+    block: "transformer.h.",
+    norm: "transformer.ln_f",
+    norm1: "ln_1",
+    qkv: &["attn.c_attn"],
+    qk_norm: ["", ""],
+    output: "attn.c_proj",
+    norm2: "ln_2",
+    up: &["mlp.c_fc"],
+    down: "mlp.c_proj",
+};
+
 #[cfg(test)]
 mod tests {
+    use zero_shard::ParamSpec;
+
     use super::*;
     use crate::config::MAX_LAYERS;
 
@@ -328,99 +313,27 @@ mod tests {
     #[test]
     fn each_wrong_shape_is_its_own_error() {
         let good = GptConfig::preset("nano").unwrap();
-        let cases: [(GptConfig, &str); 12] = [
-            (
-                GptConfig {
-                    vocab_size: 0,
-                    ..good.clone()
-                },
-                "vocab_size is 0",
-            ),
-            (
-                GptConfig {
-                    n_positions: 0,
-                    ..good.clone()
-                },
-                "n_positions is 0",
-            ),
-            (
-                GptConfig {
-                    n_embd: 0,
-                    ..good.clone()
-                },
-                "n_embd is 0",
-            ),
-            (
-                GptConfig {
-                    n_layer: 0,
-                    ..good.clone()
-                },
-                "n_layer is 0",
-            ),
-            (
-                GptConfig {
-                    n_head: 0,
-                    ..good.clone()
-                },
-                "n_head is 0",
-            ),
-            (
-                GptConfig {
-                    n_inner: 0,
-                    ..good.clone()
-                },
-                "n_inner is 0",
-            ),
-            (
-                GptConfig {
-                    n_head: 3,
-                    ..good.clone()
-                },
-                "n_embd 128 is not divisible by its n_head 3",
-            ),
-            (
-                GptConfig {
-                    n_layer: MAX_LAYERS + 1,
-                    ..good.clone()
-                },
-                "n_layer is 65537; it must be 65536 at most",
-            ),
-            (
-                GptConfig {
-                    n_layer: 1 << 16,
-                    n_embd: 1 << 24,
-                    n_head: 1,
-                    n_inner: 1 << 26,
-                    ..good.clone()
-                },
-                "too large",
-            ),
-            (
-                GptConfig {
-                    layer_norm_epsilon: 0.0,
-                    ..good.clone()
-                },
-                "layer_norm_epsilon is 0",
-            ),
-            (
-                GptConfig {
-                    layer_norm_epsilon: f32::NAN,
-                    ..good.clone()
-                },
-                "layer_norm_epsilon is NaN",
-            ),
-            (
-                GptConfig {
-                    initializer_range: -1.0,
-                    ..good.clone()
-                },
-                "initializer_range is -1",
-            ),
-        ];
-
-        for (config, part) in cases {
+        let check = |change: fn(&mut GptConfig), expected: &str| {
+            let mut config = good.clone();
+            change(&mut config);
             let error = config.validate().unwrap_err().to_string();
-            assert!(error.contains(part), "{error:?} lacks {part:?}");
-        }
+            assert!(error.contains(expected), "{error}");
+        };
+
+        check(|c| c.vocab_size = 0, "vocab_size is 0");
+        check(|c| c.n_positions = 0, "n_positions is 0");
+        check(|c| c.n_embd = 0, "n_embd is 0");
+        check(|c| c.n_layer = 0, "n_layer is 0");
+        check(|c| c.n_head = 0, "n_head is 0");
+        check(|c| c.n_inner = 0, "n_inner is 0");
+        let divisor = "n_embd 128 is not divisible by its n_head 3";
+        check(|c| c.n_head = 3, divisor);
+        let most = "n_layer is 65537; it must be 65536 at most";
+        check(|c| c.n_layer = MAX_LAYERS + 1, most);
+        check(|c| *c = GptConfig::gpt2(1 << 24, 1 << 16, 1), "too large");
+        check(|c| c.layer_norm_epsilon = 0.0, "layer_norm_epsilon is 0");
+        let nan = "layer_norm_epsilon is NaN";
+        check(|c| c.layer_norm_epsilon = f32::NAN, nan);
+        check(|c| c.initializer_range = -1.0, "initializer_range is -1");
     }
 }

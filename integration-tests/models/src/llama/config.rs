@@ -4,16 +4,19 @@
 //! `[heads * head_dim, hidden]`, output dimension first). In a unit, matrices that one product reads
 //! are neighbours: queries, keys and values; gate and up.
 
-use std::ops::Range;
-
 use serde_json::Value;
-use zero_shard::{ParamSpec, UnitSpec};
+use zero_shard::UnitSpec;
 
-use super::rope::Rope;
 use crate::config::init::Rule;
+use crate::config::rope::Rope;
 use crate::config::{
     ConfigError, check_deviation, check_divides, check_dropout, check_positive, check_sizes,
 };
+use crate::decoder::config::{Biases, DecoderConfig, Dropouts, Names};
+use crate::ops::attention;
+use crate::ops::linear::MatrixOrder;
+use crate::ops::mlp::Mlp;
+use crate::ops::norm::NormKind;
 
 /// The architectures, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,56 +74,6 @@ pub struct LlamaConfig {
     pub attention_dropout: f32,
     /// The keys of special tokens in `config.json`, such as `eos_token_id`, as they were read.
     pub special_tokens: Vec<(&'static str, Value)>,
-}
-
-/// Elements of a block's parameters, in the order of [`LlamaConfig::units`]; those that the model
-/// does not have are 0.
-pub(crate) struct BlockElems {
-    pub(crate) norm: usize,
-    pub(crate) qkv: usize,
-    pub(crate) qkv_bias: usize,
-    pub(crate) qk_norm: usize,
-    pub(crate) output: usize,
-    pub(crate) output_bias: usize,
-    pub(crate) gate_up: usize,
-    pub(crate) gate_up_bias: usize,
-    pub(crate) down: usize,
-    pub(crate) down_bias: usize,
-}
-
-impl BlockElems {
-    /// The sizes in order.
-    pub(crate) fn in_order(&self) -> [usize; 11] {
-        [
-            self.norm,
-            self.qkv,
-            self.qkv_bias,
-            self.qk_norm,
-            self.output,
-            self.output_bias,
-            self.norm,
-            self.gate_up,
-            self.gate_up_bias,
-            self.down,
-            self.down_bias,
-        ]
-    }
-
-    /// The ranges in the unit of the parameters [`in_order`](Self::in_order). With tensor parallelism
-    /// (`cut`) those that all ranks have are behind the others.
-    pub(crate) fn places(&self, cut: bool) -> [Range<usize>; 11] {
-        const REPLICATED: [usize; 5] = [0, 3, 5, 6, 10];
-        let elems = self.in_order();
-        let is_behind = |i: &usize| cut && REPLICATED.contains(i);
-        let mut places = [const { 0..0 }; 11];
-        let mut end = 0;
-        let first = (0..11).filter(|i| !is_behind(i));
-        for i in first.chain((0..11).filter(is_behind)) {
-            places[i] = end..end + elems[i];
-            end += elems[i];
-        }
-        places
-    }
 }
 
 impl LlamaConfig {
@@ -249,7 +202,9 @@ impl LlamaConfig {
             ("intermediate_size", self.intermediate),
             ("sliding_window", self.window.unwrap_or(1).min(1)),
         ];
-        check_sizes(&sizes, ("num_hidden_layers", self.layers), || self.count())?;
+        check_sizes(&sizes, ("num_hidden_layers", self.layers), || {
+            self.decoder().elems()
+        })?;
         check_divides(heads, kv_heads)?;
         check_divides(("head_dim", self.head_dim), ("pairs of", 2))?;
         check_positive("rms_norm_eps", self.rms_norm_eps)?;
@@ -260,29 +215,7 @@ impl LlamaConfig {
 
     /// Elements of all parameters: Ψ of the formulas.
     pub fn parameter_count(&self) -> u64 {
-        self.count() as u64
-    }
-
-    fn count(&self) -> u128 {
-        let [v, c, f, d, h, kv, l] = [
-            self.vocab_size,
-            self.hidden,
-            self.intermediate,
-            self.head_dim,
-            self.heads,
-            self.kv_heads,
-            self.layers,
-        ]
-        .map(|n| n as u128);
-        let has = |flag: bool, elems: u128| if flag { elems } else { 0 };
-        let qkv = (h + 2 * kv) * d;
-        let attention = qkv * c
-            + has(self.qkv_bias, qkv)
-            + has(self.has_qk_norm(), 2 * d)
-            + c * h * d
-            + has(self.output_bias, c);
-        let mlp = 3 * c * f + has(self.mlp_bias, 2 * f + c);
-        v * c + l * (2 * c + attention + mlp) + c + has(!self.tied_head, v * c)
+        self.decoder().elems() as u64
     }
 
     /// The longest sequence.
@@ -290,14 +223,9 @@ impl LlamaConfig {
         self.rope.positions(self.max_positions)
     }
 
-    /// Whether queries and keys have norms.
-    pub(crate) fn has_qk_norm(&self) -> bool {
-        self.family == Family::Qwen3
-    }
-
     /// The token whose embedding is 0 at the start and is not trained where it is looked up, as in
     /// transformers: `pad_token_id`.
-    pub(crate) fn padding_token(&self) -> Option<usize> {
+    fn padding_token(&self) -> Option<usize> {
         let mut tokens = self.special_tokens.iter();
         let (_, token) = tokens.find(|(key, _)| *key == "pad_token_id")?;
         let token = token.as_i64()?;
@@ -312,111 +240,46 @@ impl LlamaConfig {
             .filter(|&token| token < self.vocab_size)
     }
 
-    /// The sizes of a block's part on one of the ranks of tensor parallelism.
-    pub(crate) fn cut(&self, ranks: usize) -> Self {
-        Self {
-            heads: self.heads / ranks,
-            kv_heads: self.kv_heads / ranks,
-            intermediate: self.intermediate / ranks,
-            ..self.clone()
-        }
-    }
-
-    /// Elements of a token's queries, keys and values.
-    pub(crate) fn qkv_width(&self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.head_dim
-    }
-
-    /// Elements of a token's queries.
-    pub(crate) fn q_width(&self) -> usize {
-        self.heads * self.head_dim
-    }
-
-    /// Keys that a query of a layer sees in sequences of `seq` tokens.
-    pub(crate) fn window_of(&self, layer: usize, seq: usize) -> usize {
-        match self.window {
-            Some(window) if self.windowed.get(layer).copied().unwrap_or(true) => window.min(seq),
-            _ => seq,
-        }
-    }
-
-    pub(crate) fn block_elems(&self) -> BlockElems {
-        let c = self.hidden;
-        let f = self.intermediate;
-        let has = |flag: bool, elems: usize| if flag { elems } else { 0 };
-        BlockElems {
-            norm: c,
-            qkv: self.qkv_width() * c,
-            qkv_bias: has(self.qkv_bias, self.qkv_width()),
-            qk_norm: has(self.has_qk_norm(), 2 * self.head_dim),
-            output: c * self.q_width(),
-            output_bias: has(self.output_bias, c),
-            gate_up: 2 * f * c,
-            gate_up_bias: has(self.mlp_bias, 2 * f),
-            down: c * f,
-            down_bias: has(self.mlp_bias, c),
-        }
-    }
-
     /// The units in forward order: `embedding`, `block.0` .. and `head`.
     ///
     /// With a tied head, `head` has only the last norm, and the head's product reads
     /// `model.embed_tokens.weight` of `embedding`.
     pub fn units(&self) -> Vec<UnitSpec> {
-        let c = self.hidden as u64;
-        let embedding = [self.vocab_size as u64, c];
-        let mut units = Vec::with_capacity(self.layers + 2);
-        units.push(UnitSpec::new(
-            "embedding",
-            [ParamSpec::new("model.embed_tokens.weight", embedding)],
-        ));
-
-        for i in 0..self.layers {
-            units.push(UnitSpec::new(format!("block.{i}"), self.block_params(i)));
-        }
-
-        let mut head = vec![ParamSpec::new("model.norm.weight", [c])];
-        if !self.tied_head {
-            head.push(ParamSpec::new("lm_head.weight", embedding));
-        }
-        units.push(UnitSpec::new("head", head));
-
-        units
+        self.decoder().units()
     }
 
-    fn block_params(&self, layer: usize) -> Vec<ParamSpec> {
-        let [c, f, d] = [self.hidden, self.intermediate, self.head_dim].map(|n| n as u64);
-        let q = self.q_width() as u64;
-        let kv = self.kv_heads as u64 * d;
-        let mut params = Vec::new();
-        let mut add = |present: bool, name: &str, shape: &[u64]| {
-            if present {
-                params.push(ParamSpec::new(
-                    format!("model.layers.{layer}.{name}"),
-                    shape,
-                ));
-            }
-        };
-
-        add(true, "input_layernorm.weight", &[c]);
-        add(true, "self_attn.q_proj.weight", &[q, c]);
-        add(true, "self_attn.k_proj.weight", &[kv, c]);
-        add(true, "self_attn.v_proj.weight", &[kv, c]);
-        add(self.qkv_bias, "self_attn.q_proj.bias", &[q]);
-        add(self.qkv_bias, "self_attn.k_proj.bias", &[kv]);
-        add(self.qkv_bias, "self_attn.v_proj.bias", &[kv]);
-        add(self.has_qk_norm(), "self_attn.q_norm.weight", &[d]);
-        add(self.has_qk_norm(), "self_attn.k_norm.weight", &[d]);
-        add(true, "self_attn.o_proj.weight", &[c, q]);
-        add(self.output_bias, "self_attn.o_proj.bias", &[c]);
-        add(true, "post_attention_layernorm.weight", &[c]);
-        add(true, "mlp.gate_proj.weight", &[f, c]);
-        add(true, "mlp.up_proj.weight", &[f, c]);
-        add(self.mlp_bias, "mlp.gate_proj.bias", &[f]);
-        add(self.mlp_bias, "mlp.up_proj.bias", &[f]);
-        add(true, "mlp.down_proj.weight", &[c, f]);
-        add(self.mlp_bias, "mlp.down_proj.bias", &[c]);
-        params
+    /// The decoder of this shape.
+    pub(crate) fn decoder(&self) -> DecoderConfig {
+        DecoderConfig {
+            vocab: self.vocab_size,
+            width: self.hidden,
+            layers: self.layers,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            inner: self.intermediate,
+            norm: NormKind::Rms,
+            eps: self.rms_norm_eps,
+            mlp: Mlp::SwiGlu,
+            order: MatrixOrder::OutputsFirst,
+            biases: Biases {
+                qkv: self.qkv_bias,
+                output: self.output_bias,
+                mlp: self.mlp_bias,
+            },
+            qk_norm: self.family == Family::Qwen3,
+            rope: Some(self.rope),
+            scale: attention::scale_of(self.head_dim),
+            window: self.window,
+            windowed: self.windowed.clone(),
+            dropout: Dropouts {
+                attention: self.attention_dropout,
+                ..Dropouts::default()
+            },
+            tied_head: self.tied_head,
+            padding_token: self.padding_token(),
+            ..DecoderConfig::empty(&NAMES)
+        }
     }
 
     /// The initial values of a parameter, as transformers chooses them: weights are normal with
@@ -431,6 +294,23 @@ impl LlamaConfig {
         }
     }
 }
+
+/// The names of the family's parameters.
+const NAMES: Names = Names {
+    family: "a model of the Llama family",
+    prefix: "model.",
+    tokens: "model.embed_tokens.weight",
+    positions: "",
+    block: "model.layers.",
+    norm: "model.norm",
+    norm1: "input_layernorm",
+    qkv: &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    qk_norm: ["self_attn.q_norm", "self_attn.k_norm"],
+    output: "self_attn.o_proj",
+    norm2: "post_attention_layernorm",
+    up: &["mlp.gate_proj", "mlp.up_proj"],
+    down: "mlp.down_proj",
+};
 
 #[cfg(test)]
 mod tests {
@@ -457,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn the_count_is_that_of_the_units_and_of_the_block() {
+    fn the_count_is_that_of_the_units() {
         for (name, _) in PRESETS {
             for (family, bias) in [(Family::Llama, true), (Family::Qwen3, false)] {
                 let config = LlamaConfig {
@@ -475,8 +355,6 @@ mod tests {
                 };
                 let sum: u64 = units.iter().map(elems).sum();
                 assert_eq!(sum, config.parameter_count(), "{name}");
-                let block: usize = config.block_elems().in_order().iter().sum();
-                assert_eq!(elems(&units[1]), block as u64, "{name}");
             }
         }
     }

@@ -7,9 +7,9 @@
 use serde_json::{Map, Value, json};
 
 use super::config::{Family, LlamaConfig};
-use super::rope::{Rope, Scaling, Yarn};
 use crate::config::ConfigError;
 use crate::config::json::Keys;
+use crate::config::rope::{Rope, Scaling, Yarn};
 
 impl Family {
     /// The family of a `model_type`.

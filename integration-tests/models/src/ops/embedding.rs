@@ -50,21 +50,10 @@ pub fn forward(x: &mut [f32], rows: Rows<'_>, wte: &[f32], wpe: &[f32], c: usize
         });
 }
 
-/// `dwte[token] += dx` and `dwpe[position] += dx`, in the order of the rows.
-pub fn backward(dwte: &mut [f32], dwpe: &mut [f32], rows: Rows<'_>, dx: &[f32], c: usize) {
-    let Rows {
-        tokens,
-        starts,
-        span,
-    } = rows;
+/// `dwpe[position] += dx`, in the order of the rows.
+pub fn backward_positions(dwpe: &mut [f32], rows: Rows<'_>, dx: &[f32], c: usize) {
     for (row, dx) in dx.chunks_exact(c).enumerate() {
-        let position = position(row, span, starts) * c;
-        if tokens[row] != IGNORED {
-            let token = tokens[row] as usize * c;
-            for (sum, &d) in dwte[token..token + c].iter_mut().zip(dx) {
-                *sum += d;
-            }
-        }
+        let position = position(row, rows.span, rows.starts) * c;
         for (sum, &d) in dwpe[position..position + c].iter_mut().zip(dx) {
             *sum += d;
         }

@@ -1,7 +1,6 @@
-//! Matrix products of a linear layer `y = x w + bias`.
+//! Linear layers and their matrix products.
 //!
-//! Shapes: x `[rows, k]`, w `[k, n]` (as GPT-2's Conv1D stores it), y `[rows, n]`, all row-major; w
-//! `[n, k]` (as torch.nn.Linear stores it) in the functions whose name says transposed.
+//! Matrices are row-major.
 //!
 //! faer reads the second operand of a row-major product down its columns: one cache line an element
 //! if it is the transpose of a tensor. So weight gradients, and attention, transpose that operand
@@ -51,43 +50,113 @@ fn panels(y: &mut [f32], accum: Accum, x: MatRef<'_, f32>, w: MatRef<'_, f32>) {
     }
 }
 
+/// The order of the elements of a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatrixOrder {
+    /// `[inputs, outputs]`, as GPT-2's Conv1D stores it.
+    InputsFirst,
+    /// `[outputs, inputs]`, as torch.nn.Linear stores it.
+    OutputsFirst,
+}
+
+/// A linear layer `y = x w + bias`: x `[rows, inputs]`, y `[rows, outputs]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Linear<'a> {
+    /// The matrix, of `inputs * outputs` elements.
+    pub weight: &'a [f32],
+    /// Empty if there is none.
+    pub bias: &'a [f32],
+    /// Elements of a row of y.
+    pub outputs: usize,
+    /// The order of the matrix.
+    pub order: MatrixOrder,
+}
+
+impl<'a> Linear<'a> {
+    /// Without a bias.
+    pub fn of_matrix(weight: &'a [f32], outputs: usize, order: MatrixOrder) -> Self {
+        Self {
+            weight,
+            bias: &[],
+            outputs,
+            order,
+        }
+    }
+
+    /// Elements of a row of x.
+    pub fn inputs(&self) -> usize {
+        self.weight.len() / self.outputs
+    }
+
+    /// The matrix `[inputs, outputs]`.
+    fn matrix(&self) -> MatRef<'a, f32> {
+        match self.order {
+            MatrixOrder::InputsFirst => mat(self.weight, self.inputs(), self.outputs),
+            MatrixOrder::OutputsFirst => mat(self.weight, self.outputs, self.inputs()).transpose(),
+        }
+    }
+
+    /// `y = x w + bias`.
+    pub fn forward(&self, y: &mut [f32], x: &[f32]) {
+        by_rows(y, x, self.outputs, self.inputs(), |y, x| {
+            panels(y, Accum::Replace, x, self.matrix());
+            if !self.bias.is_empty() {
+                add_rows(y, self.bias);
+            }
+        });
+    }
+
+    /// `y = x w`.
+    pub fn product(&self, y: &mut [f32], x: &[f32]) {
+        by_rows(y, x, self.outputs, self.inputs(), |y, x| {
+            panels(y, Accum::Replace, x, self.matrix());
+        });
+    }
+
+    /// `y = residual + bias + x w`: the projection back onto the residual stream.
+    pub fn forward_residual(&self, y: &mut [f32], residual: &[f32], x: &[f32]) {
+        let n = self.outputs;
+        let k = self.inputs();
+        let rows = rows_per_thread(y.len() / n);
+        (
+            y.par_chunks_mut(rows * n),
+            residual.par_chunks(rows * n),
+            x.par_chunks(rows * k),
+        )
+            .into_par_iter()
+            .for_each(|(y, residual, x)| {
+                if self.bias.is_empty() {
+                    y.copy_from_slice(residual);
+                } else {
+                    sum_with_bias(y, residual, self.bias);
+                }
+                panels(y, Accum::Add, mat(x, y.len() / n, k), self.matrix());
+            });
+    }
+
+    /// `dx = dy w^T`.
+    pub fn input_gradient(&self, dx: &mut [f32], dy: &[f32]) {
+        by_rows(dx, dy, self.inputs(), self.outputs, |dx, dy| {
+            panels(dx, Accum::Replace, dy, self.matrix().transpose());
+        });
+    }
+
+    /// Adds the gradients of the matrix and, if there is one, of the bias.
+    pub fn weight_gradient(&self, grads: [&mut [f32]; 2], x: &[f32], dy: &[f32]) {
+        let [dw, dbias] = grads;
+        match self.order {
+            MatrixOrder::InputsFirst => add_weight_gradient(dw, x, dy, self.outputs),
+            MatrixOrder::OutputsFirst => add_weight_gradient(dw, dy, x, self.inputs()),
+        }
+        if !dbias.is_empty() {
+            add_column_sums(dbias, dy);
+        }
+    }
+}
+
 /// `y = x w`: w `[k, n]`.
 pub fn product(y: &mut [f32], x: &[f32], w: &[f32], n: usize) {
-    let w = mat(w, w.len() / n, n);
-    by_rows(y, x, n, w.nrows(), |y, x| panels(y, Accum::Replace, x, w));
-}
-
-/// `y = x w^T`: w `[n, k]`.
-pub fn product_transposed(y: &mut [f32], x: &[f32], w: &[f32], n: usize) {
-    let w = mat(w, n, w.len() / n).transpose();
-    by_rows(y, x, n, w.nrows(), |y, x| panels(y, Accum::Replace, x, w));
-}
-
-/// `y = x w + bias`.
-pub fn forward(y: &mut [f32], x: &[f32], w: &[f32], bias: &[f32]) {
-    let n = bias.len();
-    let w = mat(w, w.len() / n, n);
-    by_rows(y, x, n, w.nrows(), |y, x| {
-        panels(y, Accum::Replace, x, w);
-        add_rows(y, bias);
-    });
-}
-
-/// `y = residual + bias + x w`: the projection back onto the residual stream.
-pub fn forward_residual(y: &mut [f32], residual: &[f32], x: &[f32], w: &[f32], bias: &[f32]) {
-    let n = bias.len();
-    let w = mat(w, w.len() / n, n);
-    let rows = rows_per_thread(y.len() / n);
-    (
-        y.par_chunks_mut(rows * n),
-        residual.par_chunks(rows * n),
-        x.par_chunks(rows * w.nrows()),
-    )
-        .into_par_iter()
-        .for_each(|(y, residual, x)| {
-            sum_with_bias(y, residual, bias);
-            panels(y, Accum::Add, mat(x, y.len() / n, w.nrows()), w);
-        });
+    Linear::of_matrix(w, n, MatrixOrder::InputsFirst).product(y, x);
 }
 
 /// `y = residual + (sum + bias)`; without a bias if that is empty.
@@ -110,64 +179,12 @@ pub(crate) fn add_residual(y: &mut [f32], residual: &[f32], sum: &[f32], bias: &
         });
 }
 
-/// `y = x w^T + bias`: w `[n, k]`; without a bias if that is empty.
-pub fn forward_transposed(y: &mut [f32], x: &[f32], w: &[f32], bias: &[f32], n: usize) {
-    let w = mat(w, n, w.len() / n).transpose();
-    by_rows(y, x, n, w.nrows(), |y, x| {
-        panels(y, Accum::Replace, x, w);
-        if !bias.is_empty() {
-            add_rows(y, bias);
-        }
-    });
-}
-
-/// `y = residual + bias + x w^T`: w `[n, k]`; without a bias if that is empty.
-pub fn forward_residual_transposed(
-    y: &mut [f32],
-    residual: &[f32],
-    x: &[f32],
-    w: &[f32],
-    bias: &[f32],
-    n: usize,
-) {
-    let w = mat(w, n, w.len() / n).transpose();
-    let rows = rows_per_thread(y.len() / n);
-    (
-        y.par_chunks_mut(rows * n),
-        residual.par_chunks(rows * n),
-        x.par_chunks(rows * w.nrows()),
-    )
-        .into_par_iter()
-        .for_each(|(y, residual, x)| {
-            if bias.is_empty() {
-                y.copy_from_slice(residual);
-            } else {
-                sum_with_bias(y, residual, bias);
-            }
-            panels(y, Accum::Add, mat(x, y.len() / n, w.nrows()), w);
-        });
-}
-
-/// `dw += dy^T x` and, unless it is empty, `dbias += column sums of dy`: dw `[n, k]`.
-pub fn backward_weight_transposed(
-    dw: &mut [f32],
-    dbias: &mut [f32],
-    x: &[f32],
-    dy: &[f32],
-    k: usize,
-) {
-    add_weight_gradient(dw, dy, x, k);
-    if !dbias.is_empty() {
-        add_column_sums(dbias, dy);
-    }
-}
-
 /// Rows of x, and columns, that [`add_weight_gradient`] transposes at once.
 const DEPTH: usize = 512;
 const COLUMNS: usize = 256;
 
 /// `dw += x^T dy`: x `[m, k]`, dy `[m, n]`, dw `[k, n]`.
-pub fn add_weight_gradient(dw: &mut [f32], x: &[f32], dy: &[f32], n: usize) {
+fn add_weight_gradient(dw: &mut [f32], x: &[f32], dy: &[f32], n: usize) {
     // The threads split the rows of dw, and each sums over all m, so the order of the sums is
     // fixed.
     let k = dw.len() / n;
@@ -194,12 +211,6 @@ pub fn add_weight_gradient(dw: &mut [f32], x: &[f32], dy: &[f32], n: usize) {
             });
         }
     });
-}
-
-/// `dw += x^T dy` and `dbias += column sums of dy`.
-pub fn backward_weight(dw: &mut [f32], dbias: &mut [f32], x: &[f32], dy: &[f32]) {
-    add_weight_gradient(dw, x, dy, dbias.len());
-    add_column_sums(dbias, dy);
 }
 
 /// Calls `work(y, x)` on each thread's rows of y `[rows, n]` and x `[rows, k]`.

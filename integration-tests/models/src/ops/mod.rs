@@ -9,11 +9,11 @@ pub mod attention;
 pub mod cross_entropy;
 pub mod dropout;
 pub mod embedding;
-pub mod gelu;
-pub mod layer_norm;
+pub mod head_norm;
 pub mod linear;
 pub(crate) mod math;
-pub mod rms_norm;
+pub mod mlp;
+pub mod norm;
 pub mod rope;
 pub mod sequence;
 pub mod swiglu;
@@ -89,6 +89,29 @@ fn on_caller<R: Send>(work: impl FnOnce() -> R + Send) -> R {
 /// Rows per thread if `rows` rows are split evenly over the threads of the current pool.
 pub(crate) fn rows_per_thread(rows: usize) -> usize {
     rows.div_ceil(rayon::current_num_threads()).max(1)
+}
+
+/// The heads of a row of queries, keys and values.
+#[derive(Clone, Copy, Debug)]
+pub struct Heads {
+    /// Heads of queries.
+    pub queries: usize,
+    /// Heads of keys, and of values.
+    pub keys: usize,
+    /// Elements of a head.
+    pub d: usize,
+}
+
+impl Heads {
+    /// Elements of a row.
+    pub fn width(&self) -> usize {
+        (self.queries + 2 * self.keys) * self.d
+    }
+
+    /// Heads that may be normed and rotated: of queries and keys, the first ones of a row.
+    pub fn turned(&self) -> usize {
+        self.queries + self.keys
+    }
 }
 
 /// The consecutive tokens of each sequence that are rows of an operation.

@@ -1,44 +1,32 @@
 //! Rotary position embedding (arXiv 2104.09864), with the halves of a head as coordinates of its
 //! pairs, as Hugging Face stores Llama's weights.
 //!
-//! Shapes: qkv `[rows, width]`, of which the first `turned` elements are heads of queries and keys;
-//! table `[seq, d]`, cosines of the d / 2 angles and then their sines.
+//! Shapes: qkv `[rows, queries + 2 keys, d]`, heads of queries first and of values last; table `[seq, d]`, cosines of the d / 2 angles and then their sines.
 
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::{Span, position, rows_per_thread};
-
-/// The elements of a row of qkv.
-#[derive(Clone, Copy, Debug)]
-pub struct Rows {
-    /// All: queries, keys and values.
-    pub width: usize,
-    /// Those of queries and keys.
-    pub turned: usize,
-    /// Those of a head.
-    pub d: usize,
-}
+use super::{Heads, Span, position, rows_per_thread};
 
 /// Rotates queries and keys by the angles of their positions in their documents (`position`).
-pub fn forward(qkv: &mut [f32], table: &[f32], starts: &[u32], span: Span, rows: Rows) {
-    rotate(qkv, table, starts, span, rows, 1.0);
+pub fn forward(qkv: &mut [f32], table: &[f32], starts: &[u32], span: Span, heads: Heads) {
+    rotate(qkv, table, starts, span, heads, 1.0);
 }
 
 /// Rotates gradients of queries and keys back.
-pub fn backward(dqkv: &mut [f32], table: &[f32], starts: &[u32], span: Span, rows: Rows) {
-    rotate(dqkv, table, starts, span, rows, -1.0);
+pub fn backward(dqkv: &mut [f32], table: &[f32], starts: &[u32], span: Span, heads: Heads) {
+    rotate(dqkv, table, starts, span, heads, -1.0);
 }
 
-fn rotate(qkv: &mut [f32], table: &[f32], starts: &[u32], span: Span, rows: Rows, sign: f32) {
-    let chunk = rows_per_thread(qkv.len() / rows.width);
-    qkv.par_chunks_mut(chunk * rows.width)
+fn rotate(qkv: &mut [f32], table: &[f32], starts: &[u32], span: Span, heads: Heads, sign: f32) {
+    let chunk = rows_per_thread(qkv.len() / heads.width());
+    qkv.par_chunks_mut(chunk * heads.width())
         .enumerate()
         .for_each(|(i, qkv)| {
-            for (row, qkv) in qkv.chunks_exact_mut(rows.width).enumerate() {
+            for (row, qkv) in qkv.chunks_exact_mut(heads.width()).enumerate() {
                 let position = position(i * chunk + row, span, starts);
-                let angles = &table[position * rows.d..][..rows.d];
-                rotate_heads(&mut qkv[..rows.turned], angles, sign);
+                let angles = &table[position * heads.d..][..heads.d];
+                rotate_heads(&mut qkv[..heads.turned() * heads.d], angles, sign);
             }
         });
 }

@@ -5,13 +5,13 @@ use std::ops::{Add, Mul, Sub};
 
 use proptest::prelude::*;
 
+use super::activation::Activation;
 use super::attention::{Masks, Shape};
 use super::cross_entropy::{STATISTICS, VocabPart};
 use super::dropout::Draws;
-use super::{
-    Span, Threads, attention, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rope,
-    swiglu,
-};
+use super::linear::{Linear, MatrixOrder};
+use super::norm::{Norm, NormKind};
+use super::{Heads, Span, Threads, attention, cross_entropy, embedding, head_norm, rope, swiglu};
 use zero_trainer::{BatchRows, IGNORED};
 
 /// Reproducible values in -1..1.
@@ -207,10 +207,10 @@ fn matmul_onto_biased(
         .collect()
 }
 
-fn transposed(x: &[f32], columns: usize) -> Vec<Bounded> {
+fn transposed(x: &[f32], columns: usize) -> Vec<f32> {
     let rows = x.len() / columns;
     (0..x.len())
-        .map(|i| x[i % rows * columns + i / rows].into())
+        .map(|i| x[i % rows * columns + i / rows])
         .collect()
 }
 
@@ -379,33 +379,40 @@ fn parts_have_the_whole(logits: &[f32], targets: &[u32], vocab: usize, loss: f64
 
 proptest! {
     #[test]
-    fn linear_layers(m in 1usize..20, k in 1usize..40, n in 1usize..40, threads in 1usize..4, seed in any::<u64>()) {
+    fn linear_layers(
+        m in 1usize..20, k in 1usize..40, n in 1usize..40, outputs_first: bool, biased: bool, threads in 1usize..4,
+        seed in any::<u64>(),
+    ) {
         let x = values(m * k, seed);
+        // The matrix `[k, n]`, and as it is stored.
         let w = values(k * n, seed ^ 1);
-        let bias = values(n, seed ^ 2);
+        let stored = if outputs_first { transposed(&w, n) } else { w.clone() };
+        let bias = values(if biased { n } else { 0 }, seed ^ 2);
         let dy = values(m * n, seed ^ 3);
+        let order = if outputs_first { MatrixOrder::OutputsFirst } else { MatrixOrder::InputsFirst };
+        let layer = Linear { weight: &stored, bias: &bias, outputs: n, order };
         on(threads, || {
-            let x64 = bounded(&x);
-            let w64 = bounded(&w);
-            let product = matmul_onto(&vec![0.0; m * n], &x64, &w64, k, n);
+            let all = if biased { bias.clone() } else { vec![0.0; n] };
+            let onto = |start: &[f32]| matmul_onto_biased(start, &all, &bounded(&x), &bounded(&w), k);
             let mut y = vec![f32::NAN; m * n];
-            linear::forward(&mut y, &x, &w, &bias);
-            let want: Vec<_> = product.iter().enumerate().map(|(i, &v)| v + bias[i % n].into()).collect();
-            check(&y, &want, "forward");
-            let mut residual = vec![f32::NAN; m * n];
-            linear::forward_residual(&mut residual, &dy, &x, &w, &bias);
-            check(&residual, &matmul_onto_biased(&dy, &bias, &x64, &w64, k), "residual");
+            layer.forward(&mut y, &x);
+            check(&y, &onto(&vec![0.0; m * n]), "forward");
+            layer.product(&mut y, &x);
+            check(&y, &matmul_onto(&vec![0.0; m * n], &bounded(&x), &bounded(&w), k, n), "product");
+            layer.forward_residual(&mut y, &dy, &x);
+            check(&y, &onto(&dy), "residual");
 
             let mut dx = vec![f32::NAN; m * k];
-            linear::product_transposed(&mut dx, &dy, &w, k);
-            check(&dx, &matmul_onto(&vec![0.0; m * k], &bounded(&dy), &transposed(&w, n), n, k), "gradient of the input");
+            layer.input_gradient(&mut dx, &dy);
+            check(&dx, &matmul_onto(&vec![0.0; m * k], &bounded(&dy), &bounded(&transposed(&w, n)), n, k), "gradient of the input");
 
             let mut dw = vec![1.0; k * n];
-            let mut dbias = vec![1.0; n];
-            linear::backward_weight(&mut dw, &mut dbias, &x, &dy);
-            check(&dw, &matmul_onto(&vec![1.0; k * n], &transposed(&x, k), &bounded(&dy), m, n), "weight");
+            let mut dbias = vec![1.0; bias.len()];
+            layer.weight_gradient([&mut dw, &mut dbias], &x, &dy);
+            let dw = if outputs_first { transposed(&dw, k) } else { dw };
+            check(&dw, &matmul_onto(&vec![1.0; k * n], &bounded(&transposed(&x, k)), &bounded(&dy), m, n), "weight");
             let column = |j| Bounded::sum((0..m).map(|i| Bounded::from(dy[i * n + j])).chain([Bounded::from(1.0)]));
-            check(&dbias, &(0..n).map(column).collect::<Vec<_>>(), "bias");
+            check(&dbias, &(0..bias.len()).map(column).collect::<Vec<_>>(), "bias");
         });
     }
 
@@ -418,11 +425,12 @@ proptest! {
         on(threads, || {
             let mut y = vec![f32::NAN; m * n];
             let mut stats = vec![f32::NAN; 2 * m];
-            layer_norm::forward(&mut y, &mut stats, &x, &gain, &bias, 1e-5);
+            let norm = Norm { kind: NormKind::Layer, gain: &gain, bias: &bias, eps: 1e-5 };
+            norm.forward(&mut y, &mut stats, &x);
             let mut dx = vec![0.0; m * n];
             let mut dgain = vec![0.0; n];
             let mut dbias = vec![0.0; n];
-            layer_norm::backward(&mut dx, &mut dgain, &mut dbias, &dy, &x, &stats, &gain);
+            norm.backward(&mut dx, [&mut dgain, &mut dbias], &dy, &x, &stats);
 
             let mut want_y = Vec::new();
             let mut want_dx = Vec::new();
@@ -452,15 +460,13 @@ proptest! {
 
     #[test]
     fn gelus(m in 1usize..4, n in 1usize..100, threads in 1usize..4, seed in any::<u64>()) {
-        let (mut x, bias): (Vec<f32>, _) = (values(m * n, seed).iter().map(|v| v * 6.0).collect(), values(n, seed ^ 2));
+        let x: Vec<f32> = values(m * n, seed).iter().map(|v| v * 6.0).collect();
         let dy = values(m * n, seed ^ 1);
         on(threads, || {
-            let sums: Vec<f32> = x.iter().enumerate().map(|(i, x)| x + bias[i % n]).collect();
             let mut y = vec![f32::NAN; m * n];
-            gelu::forward(&mut y, &mut x, &bias);
-            assert_eq!(x, sums);
+            Activation::GeluNew.forward(&mut y, &x);
             let mut dx = dy.clone();
-            gelu::backward(&mut dx, &x);
+            Activation::GeluNew.backward(&mut dx, &x);
             let one = Bounded::from(1.0);
             let factor = Bounded::constant((8.0 / std::f64::consts::PI).sqrt(), 3.0);
             let cubic = Bounded::constant(0.044_715, 1.0);
@@ -551,10 +557,11 @@ proptest! {
         on(threads, || {
             let mut y = vec![f32::NAN; m * n];
             let mut stats = vec![f32::NAN; m];
-            rms_norm::forward(&mut y, &mut stats, &x, &gain, 1e-5);
+            let norm = Norm { kind: NormKind::Rms, gain: &gain, bias: &[], eps: 1e-5 };
+            norm.forward(&mut y, &mut stats, &x);
             let mut dx = vec![0.0; m * n];
             let mut dgain = vec![0.0; n];
-            rms_norm::backward(&mut dx, &mut dgain, &dy, &x, &stats, &gain);
+            norm.backward(&mut dx, [&mut dgain, &mut []], &dy, &x, &stats);
 
             let want = RmsOracle::new(&x, &gain, &dy);
             check(&y, &want.y, "forward");
@@ -568,7 +575,7 @@ proptest! {
         m in 1usize..6, queries in 1usize..4, keys in 1usize..3, d in 1usize..20, threads in 1usize..4, seed in any::<u64>(),
     ) {
         let width = (queries + 2 * keys) * d;
-        let heads = rms_norm::Heads { queries, keys, d, width };
+        let heads = Heads { queries, keys, d };
         let x = values(m * width, seed);
         let gains = values(2 * d, seed ^ 1);
         let dy = values(m * width, seed ^ 2);
@@ -576,10 +583,10 @@ proptest! {
             let mut y = x.clone();
             let mut raw = vec![f32::NAN; m * (queries + keys) * d];
             let mut stats = vec![f32::NAN; m * (queries + keys)];
-            rms_norm::forward_heads(&mut y, &mut raw, &mut stats, &gains, heads, 1e-5);
+            head_norm::forward(&mut y, &mut raw, &mut stats, &gains, heads, 1e-5);
             let mut dx = dy.clone();
             let mut dgains = vec![0.0; 2 * d];
-            rms_norm::backward_heads(&mut dx, &mut dgains, &raw, &stats, &gains, heads);
+            head_norm::backward(&mut dx, &mut dgains, &raw, &stats, &gains, heads);
 
             for (part, range) in [0..queries, queries..queries + keys].into_iter().enumerate() {
                 let of = |x: &[f32]| -> Vec<f32> {
@@ -600,25 +607,25 @@ proptest! {
 
     #[test]
     fn rotations(
-        batch in 1usize..3, seq in 1usize..9, heads in 1usize..4, half in 1usize..20, threads in 1usize..4, seed in any::<u64>(),
+        batch in 1usize..3, seq in 1usize..9, queries in 1usize..4, half in 1usize..20, threads in 1usize..4, seed in any::<u64>(),
     ) {
         let d = 2 * half;
-        let rows = rope::Rows { width: (heads + 1) * d, turned: heads * d, d };
-        let x = values(batch * seq * rows.width, seed);
+        let heads = Heads { queries, keys: 1, d };
+        let x = values(batch * seq * heads.width(), seed);
         let table = values(seq * d, seed ^ 1);
         let starts = documents(batch, seq, seed);
         on(threads, || {
             let mut y = x.clone();
-            rope::forward(&mut y, &table, &starts, Span::whole(seq), rows);
+            rope::forward(&mut y, &table, &starts, Span::whole(seq), heads);
             let mut back = x.clone();
-            rope::backward(&mut back, &table, &starts, Span::whole(seq), rows);
+            rope::backward(&mut back, &table, &starts, Span::whole(seq), heads);
 
             for (got, sign) in [(&y, 1.0), (&back, -1.0)] {
                 let mut want = bounded(&x);
-                for (row, want) in want.chunks_mut(rows.width).enumerate() {
+                for (row, want) in want.chunks_mut(heads.width()).enumerate() {
                     let position = row % seq - starts.get(row).map_or(0, |&start| start as usize);
                         let (cos, sin) = table[position * d..][..d].split_at(half);
-                    for head in want[..rows.turned].chunks_mut(d) {
+                    for head in want[..heads.turned() * d].chunks_mut(d) {
                         for i in 0..half {
                             let (a, b) = (head[i], head[i + half]);
                             let (cos, sin) = (Bounded::from(cos[i]), Bounded::from(sign * sin[i]));
@@ -658,37 +665,6 @@ proptest! {
             }
             check(&act, &want_act, "forward");
             check(&grads, &want, "backward");
-        });
-    }
-
-    #[test]
-    fn transposed_linear_layers(
-        m in 1usize..20, k in 1usize..40, n in 1usize..40, biased: bool, threads in 1usize..4, seed in any::<u64>(),
-    ) {
-        let x = values(m * k, seed);
-        let w = values(n * k, seed ^ 1);
-        let bias = values(if biased { n } else { 0 }, seed ^ 2);
-        let dy = values(m * n, seed ^ 3);
-        on(threads, || {
-            let all = if biased { bias.clone() } else { vec![0.0; n] };
-            let onto = |start: &[f32]| matmul_onto_biased(start, &all, &bounded(&x), &transposed(&w, k), k);
-            let mut y = vec![f32::NAN; m * n];
-            linear::forward_transposed(&mut y, &x, &w, &bias, n);
-            check(&y, &onto(&vec![0.0; m * n]), "forward");
-            let mut residual = vec![f32::NAN; m * n];
-            linear::forward_residual_transposed(&mut residual, &dy, &x, &w, &bias, n);
-            check(&residual, &onto(&dy), "residual");
-
-            let mut dx = vec![f32::NAN; m * k];
-            linear::product(&mut dx, &dy, &w, k);
-            check(&dx, &matmul_onto(&vec![0.0; m * k], &bounded(&dy), &bounded(&w), n, k), "gradient of the input");
-
-            let mut dw = vec![1.0; n * k];
-            let mut dbias = vec![1.0; bias.len()];
-            linear::backward_weight_transposed(&mut dw, &mut dbias, &x, &dy, k);
-            check(&dw, &matmul_onto(&vec![1.0; n * k], &transposed(&dy, n), &bounded(&x), m, k), "weight");
-            let column = |j| Bounded::sum((0..m).map(|i| Bounded::from(dy[i * n + j])).chain([Bounded::from(1.0)]));
-            check(&dbias, &(0..bias.len()).map(column).collect::<Vec<_>>(), "bias");
         });
     }
 
@@ -743,7 +719,8 @@ proptest! {
             embedding::forward(&mut x, of_batch, &wte, &wpe, c);
             let mut dwte = vec![0.0; vocab * c];
             let mut dwpe = vec![0.0; seq * c];
-            embedding::backward(&mut dwte, &mut dwpe, of_batch, &dx, c);
+            embedding::backward_tokens(&mut dwte, &tokens, &dx, c, None);
+            embedding::backward_positions(&mut dwpe, of_batch, &dx, c);
             // fp32 sums in the order of the rows are exact expectations.
             let mut want_wte = vec![0.0; vocab * c];
             let mut want_wpe = vec![0.0; seq * c];

@@ -9,7 +9,7 @@ use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::nccl::NcclCommunicator;
 use zero_comm::world::Ranks;
 use zero_comm::{CommOptions, Communicator};
-use zero_models::cuda::matmul::{Epilogue, Matmul, Matrix, Product, workspace_bytes};
+use zero_models::cuda::matmul::{Matmul, Matrix, Product, workspace_bytes};
 use zero_simulator::Machine;
 
 use super::{LEAST_RUNS, host, median, progress};
@@ -154,13 +154,10 @@ impl Gpu {
         // SAFETY: as above.
         let matmul = Matmul::new(&self.device, unsafe { workspace.slice() });
         let matmul = matmul.map_err(CliError::failure)?;
-        let product = Product {
-            left: Matrix::new(x, k),
-            right: Matrix::new(w, n),
-            out: Matrix::new(y, n),
-            add: None,
-            epilogue: Epilogue::None,
-        };
+        let x = Matrix::new(x, k);
+        let w = Matrix::new(w, n);
+        let y = Matrix::new(y, n);
+        let product = Product::new(x, w, y);
         // The first one chooses an algorithm.
         matmul
             .run(&self.stream, &product)

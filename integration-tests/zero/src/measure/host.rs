@@ -8,7 +8,8 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Pool, Purpose};
 use zero_comm::threads::{ThreadsComm, World};
 use zero_comm::{CommOptions, Communicator};
-use zero_models::ops::{Threads, gelu, linear};
+use zero_models::ops::activation::Activation;
+use zero_models::ops::{Threads, linear};
 use zero_simulator::Machine;
 
 use super::{LEAST_RUNS, median, median_s, progress};
@@ -95,15 +96,13 @@ fn product_flops(cores: usize) -> Result<f64, CliError> {
 /// Bytes per second that the activation of a block of GPT-2 124M reads and writes, on all cores.
 fn elementwise_bytes_per_s(cores: usize) -> Result<f64, CliError> {
     let threads = Threads::new(cores).map_err(CliError::failure)?;
-    let mut x = vec![0.5; GELU[0] * GELU[1]];
+    let x = vec![0.5; GELU[0] * GELU[1]];
     let mut y = x.clone();
-    // The input has its bias added each time.
-    let bias = vec![0.0; GELU[1]];
     let seconds = median_s(|| {
-        threads.run(|| gelu::forward(&mut y, &mut x, &bias));
+        threads.run(|| Activation::GeluNew.forward(&mut y, &x));
         Ok::<_, CliError>(())
     })?;
-    let moved = 3 * size_of::<f32>() * y.len();
+    let moved = 2 * size_of::<f32>() * y.len();
     Ok(moved as f64 / seconds)
 }
 

@@ -176,6 +176,32 @@ pub struct Product {
 }
 
 impl Product {
+    /// `out = left right`.
+    pub fn new(left: Matrix, right: Matrix, out: Matrix) -> Self {
+        Self {
+            left,
+            right,
+            out,
+            add: None,
+            epilogue: Epilogue::None,
+        }
+    }
+
+    /// The same product, added to what `out` has.
+    #[must_use]
+    pub fn onto_out(self) -> Self {
+        Self {
+            add: Some(self.out),
+            ..self
+        }
+    }
+
+    /// The same product with another operation on its sums.
+    #[must_use]
+    pub fn with(self, epilogue: Epilogue) -> Self {
+        Self { epilogue, ..self }
+    }
+
     /// Whether the result shares memory with what the product reads.
     fn reads_its_result(&self) -> bool {
         let read = match self.epilogue {
@@ -835,13 +861,7 @@ mod tests {
         // SAFETY: as above.
         let matmul = Matmul::new(&device, unsafe { workspace.slice() }).unwrap();
 
-        let product = Product {
-            left: x,
-            right: x,
-            out: x,
-            add: None,
-            epilogue: Epilogue::None,
-        };
+        let product = Product::new(x, x, x);
 
         let mut plans = matmul.plans.lock();
         let key = check(&product).unwrap();

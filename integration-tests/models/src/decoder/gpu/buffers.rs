@@ -8,22 +8,22 @@ use zero_alloc::{Pool, Purpose};
 use zero_comm::Communicator;
 use zero_trainer::ModelError;
 
-use super::arch::GpuArch;
 use super::checkpoints::Checkpoints;
-use super::sizes::{ALIGN_BYTES, Extent, Sizes};
-use super::slices::{BlockParts, ExchangeSlices, HeadSlices, ScratchSlices};
+use super::sizes::{ALIGN_BYTES, Sizes, keeps_act};
+use super::slices::{BlockSlices, ExchangeSlices, HeadSlices, ScratchSlices};
+use crate::decoder::config::DecoderConfig;
 use crate::decoder::part_rows::PartRows;
 use crate::decoder::slices::{Held, Layers};
 use crate::options::ModelOptions;
 
-/// All buffers of the model; `B` are a block's activations.
-pub(super) struct Buffers<B> {
-    pub(super) layers: Layers<AnySlice, B>,
+/// All buffers of the model.
+pub(super) struct Buffers {
+    pub(super) layers: Layers<AnySlice, BlockSlices>,
     pub(super) head: HeadSlices,
     pub(super) scratch: ScratchSlices,
     /// `None` if the model shares no sequences.
     pub(super) exchange: Option<ExchangeSlices>,
-    /// The architecture's constants.
+    /// The angles of the rotary embedding.
     pub(super) table: DeviceSlice<f32>,
     pub(super) batch: AnySlice,
     pub(super) matmul_workspace: AnySlice,
@@ -38,10 +38,10 @@ pub(super) struct Buffers<B> {
     _held: Held<CudaDevice>,
 }
 
-impl<B> Buffers<B> {
-    pub(super) fn new<A: GpuArch<Block = B>>(
-        arch: &A,
-        extent: Extent,
+impl Buffers {
+    /// Those of a rank's part of a model.
+    pub(super) fn new(
+        config: &DecoderConfig,
         options: &ModelOptions,
         logits_rows: usize,
         pool: &Pool<CudaDevice>,
@@ -49,7 +49,7 @@ impl<B> Buffers<B> {
         comm: Option<&Arc<dyn Communicator<CudaDevice>>>,
     ) -> Result<Self, ModelError> {
         let act = options.dtype;
-        let sizes = Sizes::new(extent, options, logits_rows);
+        let sizes = Sizes::new(config, options, logits_rows);
         let Sizes {
             row, whole, rows, ..
         } = sizes;
@@ -67,17 +67,7 @@ impl<B> Buffers<B> {
         let mut allocate = |bytes: usize, purpose| held.allocate(bytes, DType::U8, purpose);
 
         let mut all = Parts::new(allocate(sizes.scratch_bytes, Purpose::Activations)?);
-        let scratch = ScratchSlices {
-            normed: all.take(whole, act),
-            dres: all.take(whole, act),
-            narrow: all.take(sizes.narrow, act),
-            wide: all.take(sizes.wide, act),
-            logits: all.take(sizes.logits, act),
-            delta: all.floats(sizes.heads),
-            losses: all.floats(options.tokens()),
-            partials: all.floats(sizes.partials),
-            sums: all.floats(sizes.sums),
-        };
+        let scratch = all.scratch(&sizes, options);
         let stats = all.floats(sizes.stats);
 
         let exchange = match sizes.exchange_bytes {
@@ -101,14 +91,12 @@ impl<B> Buffers<B> {
             .collect::<Result<Vec<_>, ModelError>>()?;
         let residual = (0..rows).map(|i| ring[i % ring.len()]).collect();
 
+        let act_elems = options.tokens() * config.inner;
+        let recomputed = (!keeps_act(config, options)).then(|| scratch.wide.slice(0..act_elems));
         let blocks = (0..sizes.blocks)
             .map(|_| {
-                let mut all = Parts::new(allocate(sizes.block_bytes, Purpose::Activations)?);
-                let parts = sizes.block.iter();
-                let parts = parts
-                    .map(|&(elems, dtype)| all.take(elems, dtype))
-                    .collect();
-                arch.block(BlockParts(parts), &scratch)
+                let all = allocate(sizes.block_bytes, Purpose::Activations)?;
+                Parts::new(all).block(&sizes, recomputed)
             })
             .collect::<Result<_, ModelError>>()?;
 
@@ -186,6 +174,50 @@ impl Parts {
         let next = len.next_multiple_of(ALIGN_BYTES).min(self.rest.len());
         self.rest = self.rest.slice(next..self.rest.len());
         part
+    }
+
+    fn scratch(&mut self, sizes: &Sizes, options: &ModelOptions) -> ScratchSlices {
+        let act = options.dtype;
+        ScratchSlices {
+            normed: self.take(sizes.whole, act),
+            dres: self.take(sizes.whole, act),
+            narrow: self.take(sizes.narrow, act),
+            wide: self.take(sizes.wide, act),
+            logits: self.take(sizes.logits, act),
+            delta: self.floats(sizes.heads),
+            losses: self.floats(options.tokens()),
+            partials: self.floats(sizes.partials),
+            sums: self.floats(sizes.sums),
+        }
+    }
+
+    /// The activations of a block; those of the MLP in `act` if they are not kept.
+    fn block(&mut self, sizes: &Sizes, act: Option<AnySlice>) -> Result<BlockSlices, ModelError> {
+        let parts = sizes.block.map(|(elems, dtype)| self.take(elems, dtype));
+        let [
+            stats1,
+            qkv,
+            raw,
+            raw_stats,
+            attended,
+            lse,
+            mid,
+            stats2,
+            up,
+            kept,
+        ] = parts;
+        Ok(BlockSlices {
+            stats1: stats1.typed()?,
+            qkv,
+            raw,
+            raw_stats: raw_stats.typed()?,
+            attended,
+            lse: lse.typed()?,
+            mid,
+            stats2: stats2.typed()?,
+            up,
+            act: act.unwrap_or(kept),
+        })
     }
 
     fn floats(&mut self, elems: usize) -> DeviceSlice<f32> {

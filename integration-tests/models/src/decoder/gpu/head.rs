@@ -3,16 +3,16 @@
 //! Forward computes only the head's norm. Backward computes the logits and their gradient, and an
 //! evaluation the logits alone, as many rows at a time as fit the buffer.
 
-use zero_alloc::cuda::CudaStream;
+use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 
-use super::arch::GpuArch;
-use super::groups::TensorGroup;
 use super::pass_context::{Flat, Ops, PassContext};
 use super::slices::{HeadSlices, ScratchSlices};
-use crate::cuda::OpError;
 use crate::cuda::cross_entropy::{self, Scale};
-use crate::cuda::matmul::{Epilogue, Matrix, Product};
+use crate::cuda::matmul::{Matrix, Product};
+use crate::cuda::{OpError, SumOut, norm};
+use crate::decoder::config::DecoderConfig;
+use crate::decoder::tensor_group::TensorGroup;
 use zero_trainer::ModelError;
 
 /// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`, out `[rows, stride_elems(vocab)]`, whose columns
@@ -30,18 +30,8 @@ pub(super) fn logits(
     let (read, range) = p.head_matrix(vocab, c);
     let w = p.params[read].slice(range);
     let out = Matrix::with_stride(out, w.len() / c, stride);
-    let left = Matrix::new(x, c);
-    let right = Matrix::new(w, c).t();
-    ops.matmul.run(
-        stream,
-        &Product {
-            left,
-            right,
-            out,
-            add: None,
-            epilogue: Epilogue::None,
-        },
-    )
+    let product = Product::new(Matrix::new(x, c), Matrix::new(w, c).t(), out);
+    ops.matmul.run(stream, &product)
 }
 
 /// Writes the tokens' losses to `s.losses` after [`forward`]. Uses `s.logits`, and computes no
@@ -53,7 +43,7 @@ pub(super) fn losses(
     h: &HeadSlices,
     targets: DeviceSlice<u32>,
     p: &Flat<'_>,
-    (vocab, tensor): (usize, Option<&TensorGroup>),
+    (vocab, tensor): (usize, Option<&TensorGroup<CudaDevice>>),
 ) -> Result<(), OpError> {
     let c = h.out.len() / targets.len().max(1);
     let stride = cross_entropy::stride_elems(vocab);
@@ -74,7 +64,7 @@ pub(super) fn losses(
 
 /// The rows of logits, of `stride` elements, that are in memory at once: the same number on all ranks
 /// of tensor parallelism, whose parts of the vocabulary may differ.
-fn chunk_rows(s: &ScratchSlices, stride: usize, tensor: Option<&TensorGroup>) -> usize {
+fn chunk_rows(s: &ScratchSlices, stride: usize, tensor: Option<&TensorGroup<CudaDevice>>) -> usize {
     match tensor {
         None => s.logits.len() / stride,
         Some(group) => group.rows(),
@@ -85,7 +75,7 @@ fn chunk_rows(s: &ScratchSlices, stride: usize, tensor: Option<&TensorGroup>) ->
 fn loss_of_parts(
     ops: &Ops,
     stream: &CudaStream,
-    group: &TensorGroup,
+    group: &TensorGroup<CudaDevice>,
     logits: AnySlice,
     losses: DeviceSlice<f32>,
     targets: DeviceSlice<u32>,
@@ -93,9 +83,9 @@ fn loss_of_parts(
 ) -> Result<(), OpError> {
     let kernels = &ops.kernels;
     let part = group.part();
-    let stats = group.own_stats(targets.len());
-    cross_entropy::part_statistics(kernels, stream, stats, logits, targets, part)?;
-    let stats = group.gather_stats(stream, targets.len())?;
+    let [own, stats] = group.stats(targets.len());
+    cross_entropy::part_statistics(kernels, stream, own, logits, targets, part)?;
+    group.gather_stats(stream, targets.len())?;
     cross_entropy::part_gradient(kernels, stream, logits, losses, stats, targets, part, scale)
 }
 
@@ -107,7 +97,7 @@ pub(super) fn token_logits(
     s: &ScratchSlices,
     h: &HeadSlices,
     p: &Flat<'_>,
-    (vocab, tensor): (usize, Option<&TensorGroup>),
+    (vocab, tensor): (usize, Option<&TensorGroup<CudaDevice>>),
     [token, tokens]: [usize; 2],
 ) -> Result<AnySlice, OpError> {
     let c = h.out.len() / tokens.max(1);
@@ -124,18 +114,18 @@ pub(super) fn token_logits(
         return Ok(part.slice(row..row + vocab));
     };
     // Behind the logits of one row, which were computed alone, there is room for those of all ranks.
-    let len = group.vocab().div_ceil(group.rank.ranks);
+    let len = group.vocab.div_ceil(group.rank.ranks);
     let start = cross_entropy::stride_elems(len);
     let all = s.logits.slice(start..start + len * group.rank.ranks);
     group.gather(stream, s.logits.slice(0..len), all)?;
-    Ok(all.slice(0..group.vocab()))
+    Ok(all.slice(0..group.vocab))
 }
 
 /// Writes the tokens' losses to `s.losses`, computes the gradients of their sum times `scale`,
 /// writes that of `x` to `s.dres`, and adds the others to the head's unit and, if tied, to the
 /// embedding's.
-pub(super) fn backward<A: GpuArch>(
-    arch: &A,
+pub(super) fn backward(
+    config: &DecoderConfig,
     cx: &PassContext<'_>,
     h: &HeadSlices,
     x: AnySlice,
@@ -146,11 +136,11 @@ pub(super) fn backward<A: GpuArch>(
         ops, stream, s, p, ..
     } = *cx;
     let kernels = &ops.kernels;
-    let vocab = cx.tensor.map_or(arch.vocab(), |tensor| tensor.part().len);
+    let vocab = cx.tensor.map_or(config.vocab, |tensor| tensor.part().len);
     let c = h.out.len() / targets.len().max(1);
     let (read, range) = p.head_matrix(vocab, c);
     let w = p.params[read].slice(range.clone());
-    let dw = p.grads[read].slice(range).sums(A::NAME)?;
+    let dw = p.grads[read].slice(range).sums(config.names.family)?;
     let stride = cross_entropy::stride_elems(vocab);
     let rows = chunk_rows(s, stride, cx.tensor);
 
@@ -169,26 +159,10 @@ pub(super) fn backward<A: GpuArch>(
             Some(group) => loss_of_parts(ops, stream, group, part, losses, targets, Some(scale))?,
         }
         let dlogits = Matrix::with_stride(part, w.len() / c, stride);
-        let right = Matrix::new(w, c);
-        let out_matrix = Matrix::new(dout, c);
-        let product = Product {
-            left: dlogits,
-            right,
-            out: out_matrix,
-            add: None,
-            epilogue: Epilogue::None,
-        };
+        let product = Product::new(dlogits, Matrix::new(w, c), Matrix::new(dout, c));
         ops.matmul.run(stream, &product)?;
         let sum = Matrix::new(dw.erase(), c);
-        let left = dlogits.t();
-        let right = Matrix::new(out, c);
-        let product = Product {
-            left,
-            right,
-            out: sum,
-            add: Some(sum),
-            epilogue: Epilogue::None,
-        };
+        let product = Product::new(dlogits.t(), Matrix::new(out, c), sum).onto_out();
         ops.matmul.run(stream, &product)?;
     }
 
@@ -197,14 +171,21 @@ pub(super) fn backward<A: GpuArch>(
     let [dx, dout] = [s.dres, dout].map(|rows| cx.own(rows));
     ops.device.fill_zero(stream, dx)?;
 
-    let outs = arch.final_norm_sums(cx);
+    let norm = cx.last_norm(config);
+    let grads = p.ranges.norm.clone().map(|range| p.grads[0].slice(range));
+    let mut outs: Vec<SumOut> = grads.map(SumOut::from).into();
+    outs.truncate(norm.kind.params());
     let elems = if cx.divides_rows() { outs.len() * c } else { 0 };
     let places = (0..outs.len()).map(|i| match elems {
         0 => outs[i],
         _ => cx.partial(i * c..(i + 1) * c),
     });
     let places: Vec<_> = places.collect();
-    arch.final_norm_backward(cx, &cx.own_head(h), x, [dx, dout], &places)?;
+    let stats = cx.own_head(h).stats;
+    let sums = &places;
+    norm::backward(
+        kernels, stream, norm, dx, sums, None, dout, x, stats, s.partials,
+    )?;
     cx.sum_partials(elems)?;
     match elems {
         0 => Ok(()),

@@ -1,5 +1,5 @@
-//! The engine of decoder-only transformers on CUDA: the host's passes, with activations in the type
-//! of the parameters and statistics in fp32. An architecture ([`GpuArch`]) has the rest.
+//! Decoder-only transformers on CUDA: the host's passes, with activations in the type of the parameters
+//! and statistics in fp32.
 //!
 //! Buffers and their lifetimes, with M = batch x seq tokens, C the width, `act` the type of
 //! activations:
@@ -8,10 +8,10 @@
 //! |---|---|---|
 //! | `residual[i]` | M x C `act`, one a block and one for the head | written by forward, read by backward; offloaded, a ring of three for all |
 //! | `checkpoints` | M x C `act`, one a block except two, in pinned host memory | forward to backward; only if offloaded |
-//! | `block[i]` | what the architecture keeps | forward to backward; with checkpointing one for all |
+//! | `block[i]` | those of [`slices::BlockSlices`] | forward to backward; with checkpointing one for all |
 //! | `head` | M x C `act`, and the statistics of its norm | forward to backward of the head |
 //! | `scratch` | gradients of activations, partial sums, logits | a backward pass; `dres` also until the next one |
-//! | `table` | constants of the architecture, such as rotary angles | the model's |
+//! | `table` | angles of the rotary embedding | the model's |
 //! | `exchange` | those of [`crate::decoder::sequence`] | the same; only if ranks share sequences |
 //! | `batch` | tokens and the lists for the embedding's backward | one micro-batch; copied from pinned memory |
 //!
@@ -20,17 +20,18 @@
 //! A pass enqueues kernels and products without allocating. The host waits only for a batch's
 //! pinned memory, if the device is several micro-batches behind.
 
-pub(crate) mod arch;
 mod batch;
+mod block;
 mod buffers;
 mod checkpoints;
 pub(crate) use checkpoints::RING;
-mod groups;
 mod head;
-pub(crate) mod pass_context;
-pub(crate) mod sequence;
-pub(crate) mod sizes;
-pub(crate) mod slices;
+mod linear;
+mod pass_context;
+mod sequence;
+mod sequence_group;
+mod sizes;
+mod slices;
 mod tensor;
 
 use std::time::Duration;
@@ -41,36 +42,46 @@ use zero_alloc::device::{AnySlice, Device, DeviceSlice, Stream};
 use zero_kernels::cuda::Loader;
 use zero_trainer::{Batch, Grad, Model, ModelError, ModelRanks, Pass};
 
-use super::params::UnitParams;
+use super::config::DecoderConfig;
+use super::params::ParamRanges;
 use super::passes::passes;
 use super::sequence_part::{Exchanges, SequencePart};
 use super::slices::Activations;
+use super::tensor_group::TensorGroup;
+use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::cross_entropy::{self, Scale};
 use crate::cuda::matmul::{Matmul, Timing};
-use crate::cuda::{OpError, OpKernels};
+use crate::cuda::{OpError, OpKernels, embedding, norm};
+use crate::ops::sequence::Exchange;
 use crate::options::ModelOptions;
 use crate::tensor::TensorRank;
-use arch::{GpuArch, GpuModel};
 use batch::{Batches, Layout};
+use block::Block;
+pub(crate) use block::partial_elems;
 use buffers::Buffers;
-use groups::{SequenceGroup, TensorGroup};
 use pass_context::{Flat, Ops, PassContext};
+use sequence_group::SequenceGroup;
+pub(crate) use sizes::gpu_bytes;
 use sizes::logits_rows;
+use slices::BlockSlices;
 
 /// The limit of the upload of the constants.
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// A decoder on a GPU.
-pub(crate) struct GpuDecoder<A: GpuArch> {
-    arch: A,
+pub(crate) struct GpuDecoder {
+    /// With the sizes of the rank's part of a block.
+    config: DecoderConfig,
+    /// Of each block: they differ in their windows.
+    attention: Vec<Attention>,
     /// The stream that orders the passes.
     stream_id: u64,
     passes: Vec<Pass>,
-    params: Vec<UnitParams>,
+    ranges: ParamRanges,
     ops: Ops,
     batches: Batches,
-    buffers: Buffers<A::Block>,
-    tensor: Option<TensorGroup>,
+    buffers: Buffers,
+    tensor: Option<TensorGroup<CudaDevice>>,
     options: ModelOptions,
     part: SequencePart,
     exchanges: Exchanges,
@@ -78,19 +89,17 @@ pub(crate) struct GpuDecoder<A: GpuArch> {
     group: Option<SequenceGroup>,
 }
 
-impl<A: GpuArch> GpuDecoder<A> {
+impl GpuDecoder {
     /// Allocates activations for the model from `pool`, first used on `stream`; compiles the
     /// kernels that are not in the user's [`KernelCache`](zero_kernels::cuda::KernelCache), which
-    /// takes seconds; those that only dropout needs if `dropout` is set. `make` makes the
-    /// architecture for the kernels. The logits of `rows` tokens, or of as many as [`logits_rows`]
-    /// chooses, are in memory at once.
+    /// takes seconds. The logits of `rows` tokens, or of as many as [`logits_rows`] chooses, are in
+    /// memory at once. The configuration and the options must be valid.
     ///
     /// # Errors
     /// Sizes that no kernel supports, memory ran out, or NVRTC or cuBLASLt is missing.
     pub(crate) fn new(
-        make: impl FnOnce(&OpKernels) -> Result<A, OpError>,
+        config: &DecoderConfig,
         options: &ModelOptions,
-        dropout: bool,
         rows: Option<usize>,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
@@ -98,23 +107,27 @@ impl<A: GpuArch> GpuDecoder<A> {
     ) -> Result<Self, ModelError> {
         let part = SequencePart::new(options, ranks)?;
         let tensor_rank = TensorRank::new(options, ranks)?;
+        let units = tensor_rank.units(config)?;
+        let ranges = ParamRanges::new(config, &units);
+        let passes = passes(config.layers, config.tied_head);
+        let config = config.cut(tensor_rank.ranks);
         let device = pool.device();
+        let dropout = config.drops();
         let kernels = OpKernels::load(&Loader::new(device)?, options.dtype, dropout)?;
-        let arch = make(&kernels)?;
-        let extent = arch.extent();
-        let vocab = extent.vocab.div_ceil(tensor_rank.ranks);
-        let rows = rows.unwrap_or_else(|| logits_rows(vocab, extent.width, options));
-        let exchanges = extent.exchanges;
+        let exchanges = Exchanges::new(&config, options);
+        let attention = attention(&kernels, &config, &exchanges)?;
+        let vocab = config.vocab.div_ceil(tensor_rank.ranks);
+        let rows = rows.unwrap_or_else(|| logits_rows(vocab, config.width, options));
         let comm = ranks.tensor.as_ref();
-        let mut buffers = Buffers::new(&arch, extent, options, rows, pool, stream, comm)?;
+        let mut buffers = Buffers::new(&config, options, rows, pool, stream, comm)?;
         let tensor = comm
-            .map(|comm| TensorGroup::new(comm, tensor_rank, arch.vocab(), buffers.stats, options));
+            .map(|comm| TensorGroup::new(comm, tensor_rank, config.vocab, buffers.stats, options));
         let group = ranks.sequence.as_ref().zip(buffers.exchange.take());
         let group = group.map(|(comm, slices)| SequenceGroup::new(comm, exchanges, slices));
 
         let mut table = vec![0.0; buffers.table.len()];
         if !table.is_empty() {
-            arch.fill_table(&mut table);
+            config.fill_table(&mut table);
             let bytes = bytemuck::cast_slice(&table);
             device.upload(stream, bytes, buffers.table.erase(), LIMIT)?;
         }
@@ -125,18 +138,15 @@ impl<A: GpuArch> GpuDecoder<A> {
             None
         };
         let matmul = Matmul::new(device, buffers.matmul_workspace)?.with_timing(timing);
-        let units = arch.units();
-        let params: Vec<_> = units.iter().map(UnitParams::new).collect();
         let layout = Layout::new(options, dropout);
         let batches = Batches::new(
             device,
             options,
             part,
-            (tensor_rank, arch.vocab()),
+            (tensor_rank, config.vocab),
             layout,
             buffers.batch,
         )?;
-        let passes = passes(units.len() - 2, arch.tied());
         let ops = Ops {
             kernels,
             matmul,
@@ -144,10 +154,11 @@ impl<A: GpuArch> GpuDecoder<A> {
         };
 
         Ok(Self {
-            arch,
+            config,
+            attention,
             stream_id: stream.id(),
             passes,
-            params,
+            ranges,
             ops,
             batches,
             buffers,
@@ -168,7 +179,7 @@ impl<A: GpuArch> GpuDecoder<A> {
     /// Tokens of this rank's part of the vocabulary.
     fn vocab_part(&self) -> usize {
         let tensor = self.tensor.as_ref();
-        tensor.map_or_else(|| self.arch.vocab(), |tensor| tensor.part().len)
+        tensor.map_or_else(|| self.config.vocab, |tensor| tensor.part().len)
     }
 
     /// Refuses another stream than the one that orders the model's own buffers.
@@ -196,14 +207,16 @@ impl<A: GpuArch> GpuDecoder<A> {
         } = self.buffers.layers.of_pass(pass);
 
         if pass == 0 {
-            self.arch.embed(&cx, cx.before_sum(output))?;
+            self.embed(&cx, cx.before_sum(output))?;
             cx.sum_to(output)?;
         } else if pass + 1 == self.passes.len() {
             let head = &self.buffers.head;
-            self.arch.final_norm(&cx, &cx.own_head(head), input)?;
+            let own = cx.own_head(head);
+            let norm = cx.last_norm(&self.config);
+            norm::forward(&self.ops.kernels, stream, norm, own.out, own.stats, input)?;
             cx.gather_rows(head.out)?;
         } else {
-            self.arch.forward(&cx, &block, input, output)?;
+            self.block(&cx, block).output(input, output)?;
         }
 
         Ok(())
@@ -223,7 +236,7 @@ impl<A: GpuArch> GpuDecoder<A> {
 
         if pass == 0 {
             cx.gather_rows(scratch.dres)?;
-            self.arch.embed_backward(&cx, scratch.dres)?;
+            self.embed_backward(&cx, scratch.dres)?;
         } else if pass + 1 == self.passes.len() {
             let targets = self.batches.targets();
             let divisor = self.batches.divisor();
@@ -231,7 +244,7 @@ impl<A: GpuArch> GpuDecoder<A> {
                 loss_scale,
                 divisor,
             };
-            head::backward(&self.arch, &cx, &self.buffers.head, input, targets, scale)?;
+            head::backward(&self.config, &cx, &self.buffers.head, input, targets, scale)?;
             if self.is_first() {
                 cross_entropy::add_over(
                     &self.ops.kernels,
@@ -242,8 +255,9 @@ impl<A: GpuArch> GpuDecoder<A> {
                 )?;
             }
         } else {
-            self.arch.recompute(&cx, &block, input)?;
-            self.arch.backward(&cx, &block, input)?;
+            let block = self.block(&cx, block);
+            block.recompute(input, &self.options)?;
+            block.backward(input)?;
         }
 
         Ok(())
@@ -262,7 +276,7 @@ impl<A: GpuArch> GpuDecoder<A> {
             s: &self.buffers.scratch,
             p: Flat {
                 grads,
-                ..self.flat(pass, params)
+                ..self.flat(params)
             },
             layer: pass.saturating_sub(1),
             lists: self.batches.lists(),
@@ -277,19 +291,104 @@ impl<A: GpuArch> GpuDecoder<A> {
         }
     }
 
-    fn flat<'a>(&'a self, pass: usize, params: &'a [AnySlice]) -> Flat<'a> {
+    fn flat<'a>(&'a self, params: &'a [AnySlice]) -> Flat<'a> {
         Flat {
-            units: &self.params,
-            reads: &self.passes[pass].forward_reads,
-            embedding: A::EMBEDDING,
+            ranges: &self.ranges,
             params,
             grads: &[],
         }
     }
+
+    /// The block of a pass.
+    fn block<'a>(&'a self, cx: &'a PassContext<'a>, a: BlockSlices) -> Block<'a> {
+        Block::new(cx, &self.config, &self.attention[cx.layer], a)
+    }
+
+    fn rows(&self, cx: &PassContext<'_>) -> embedding::Rows {
+        embedding::Rows {
+            batch: self.options.micro_batch,
+            span: cx.span(),
+            documents: cx.documents,
+            dropout: cx.dropout(self.config.dropout.embedding, 0),
+        }
+    }
+
+    /// Computes `out` of the batch's tokens.
+    fn embed(&self, cx: &PassContext<'_>, out: AnySlice) -> Result<(), OpError> {
+        let [tokens, positions] = [&self.ranges.tokens, &self.ranges.positions];
+        let [tokens, positions] =
+            [tokens, positions].map(|range| cx.p.params[0].slice(range.clone()));
+        embedding::forward(
+            &cx.ops.kernels,
+            cx.stream,
+            out,
+            cx.lists.tokens,
+            tokens,
+            (cx.is_first() && !positions.is_empty()).then_some(positions),
+            self.rows(cx),
+        )
+    }
+
+    /// Adds to the gradient of the embedding's unit; `dx` is that of its output.
+    fn embed_backward(&self, cx: &PassContext<'_>, dx: AnySlice) -> Result<(), ModelError> {
+        let kernels = &cx.ops.kernels;
+        let grad = cx.p.grads[0].sums("the embedding of a model on a GPU")?;
+        let ParamRanges {
+            tokens, positions, ..
+        } = &self.ranges;
+        let tensor = cx.tensor.map_or(TensorRank::ALONE, |tensor| tensor.rank);
+        let padding = tensor.padding(&self.config);
+        let rows = self.rows(cx);
+        let dtokens = grad.slice(tokens.clone());
+        embedding::backward_tokens(kernels, cx.stream, dtokens, &cx.lists, dx, padding, rows)?;
+        if !positions.is_empty() {
+            let dpositions = grad.slice(positions.clone());
+            embedding::backward_positions(kernels, cx.stream, dpositions, dx, rows)?;
+        }
+        Ok(())
+    }
+}
+
+/// The kernels of attention of each block.
+fn attention(
+    kernels: &OpKernels,
+    config: &DecoderConfig,
+    exchanges: &Exchanges,
+) -> Result<Vec<Attention>, OpError> {
+    let Exchange { batch, seq, d, .. } = exchanges.qkv;
+    let [heads, kv_heads] = exchanges.qkv.heads_of_rank();
+    let shape = |layer| Shape {
+        batch,
+        seq,
+        heads,
+        kv_heads,
+        d,
+        window: config.window_of(layer, seq),
+    };
+    let blocks = (0..config.layers).map(|layer| Attention::new(kernels, shape(layer)));
+    blocks.collect()
+}
+
+/// A model on a GPU, whose logits can be read.
+///
+/// # Safety
+/// As for [`Model`]; it also writes to `out`.
+pub unsafe trait GpuModel: Model<CudaDevice> {
+    /// Enqueues the logits of this rank's tokens, `[tokens, stride_elems(vocab)]`, after a forward
+    /// of every pass. See [`stride_elems`](crate::cuda::cross_entropy::stride_elems).
+    ///
+    /// # Errors
+    /// The stream failed.
+    fn logits(
+        &self,
+        stream: &CudaStream,
+        params: &[AnySlice],
+        out: AnySlice,
+    ) -> Result<(), ModelError>;
 }
 
 // SAFETY: as for `Model`.
-unsafe impl<A: GpuArch> GpuModel for GpuDecoder<A> {
+unsafe impl GpuModel for GpuDecoder {
     fn logits(
         &self,
         stream: &CudaStream,
@@ -302,7 +401,7 @@ unsafe impl<A: GpuArch> GpuModel for GpuDecoder<A> {
                 "no rank of tensor parallelism has all logits: use Model::token_logits",
             ));
         }
-        let flat = self.flat(self.passes.len() - 1, params);
+        let flat = self.flat(params);
         let x = self.buffers.head.out;
         Ok(head::logits(
             &self.ops,
@@ -310,7 +409,7 @@ unsafe impl<A: GpuArch> GpuModel for GpuDecoder<A> {
             out,
             x,
             &flat,
-            self.arch.vocab(),
+            self.config.vocab,
         )?)
     }
 }
@@ -324,7 +423,7 @@ pub fn writes_grad(passes: usize, pass: usize) -> bool {
 
 // SAFETY: the slices are used by the operations that a call enqueues on its stream, and by
 // collectives on it.
-unsafe impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
+unsafe impl Model<CudaDevice> for GpuDecoder {
     fn set_batch(&mut self, stream: &CudaStream, batch: &Batch) -> Result<(), ModelError> {
         self.check_stream(stream)?;
         self.batches.set(stream, batch)
@@ -392,7 +491,7 @@ unsafe impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
     ) -> Result<(), ModelError> {
         self.check_stream(stream)?;
         let ops = &self.ops;
-        let flat = self.flat(self.passes.len() - 1, params);
+        let flat = self.flat(params);
         let Buffers {
             head,
             scratch,
@@ -430,7 +529,7 @@ unsafe impl<A: GpuArch> Model<CudaDevice> for GpuDecoder<A> {
         token: usize,
     ) -> Result<AnySlice, ModelError> {
         self.check_stream(stream)?;
-        let flat = self.flat(self.passes.len() - 1, params);
+        let flat = self.flat(params);
         let Buffers { head, scratch, .. } = &self.buffers;
         let tokens = self.batches.targets().len();
         let token = self.part.token(token, &self.options)?;

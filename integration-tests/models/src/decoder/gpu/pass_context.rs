@@ -4,19 +4,22 @@ use std::ops::Range;
 
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DeviceSlice};
-use zero_trainer::{Grad, ModelError};
+use zero_trainer::Grad;
 
-use super::groups::{SequenceGroup, TensorGroup};
+use super::sequence_group::SequenceGroup;
 use super::slices::{HeadSlices, ScratchSlices};
 use crate::cuda::attention::Masks;
 use crate::cuda::cross_entropy::stride_elems;
 use crate::cuda::dropout::Dropout;
 use crate::cuda::embedding::TokenLists;
 use crate::cuda::matmul::Matmul;
+use crate::cuda::norm::Norm;
 use crate::cuda::rope::Angles;
 use crate::cuda::{OpError, OpKernels, SumOut};
-use crate::decoder::params::UnitParams;
+use crate::decoder::config::DecoderConfig;
+use crate::decoder::params::ParamRanges;
 use crate::decoder::sequence_part::{Exchanges, SequencePart};
+use crate::decoder::tensor_group::TensorGroup;
 use crate::ops::Span;
 use crate::ops::sequence::Exchange;
 
@@ -38,7 +41,7 @@ pub(crate) struct PassContext<'a> {
     pub(crate) keys: Option<DeviceSlice<u32>>,
     pub(crate) table: DeviceSlice<f32>,
     /// The ranks that have the other parts of the parameters.
-    pub(crate) tensor: Option<&'a TensorGroup>,
+    pub(crate) tensor: Option<&'a TensorGroup<CudaDevice>>,
     pub(super) part: SequencePart,
     pub(super) exchanges: &'a Exchanges,
     /// `None` if the rank has all tokens of its sequences.
@@ -54,9 +57,28 @@ impl PassContext<'_> {
     /// Sums `values` over the ranks of tensor parallelism, in place.
     pub(crate) fn sum(&self, values: AnySlice) -> Result<(), OpError> {
         match self.tensor {
-            Some(tensor) => tensor.sum(self.stream, values),
+            Some(tensor) => Ok(tensor.sum(self.stream, values)?),
             None => Ok(()),
         }
+    }
+
+    /// A norm with these parameters, gain and bias.
+    pub(super) fn norm(&self, config: &DecoderConfig, [gain, bias]: [AnySlice; 2]) -> Norm {
+        Norm {
+            kind: config.norm,
+            gain,
+            bias,
+            eps: config.eps,
+        }
+    }
+
+    /// The last norm, in a pass of the head.
+    pub(super) fn last_norm(&self, config: &DecoderConfig) -> Norm {
+        let params = self.p.params[0];
+        self.norm(
+            config,
+            self.p.ranges.norm.clone().map(|range| params.slice(range)),
+        )
     }
 
     /// The head's norm of the own rows.
@@ -127,44 +149,24 @@ impl From<Grad> for SumOut {
     }
 }
 
-/// The flat parameters of a pass, and its flat gradients, by the units that it reads.
+/// The flat parameters of a pass, and its flat gradients, of the units that it reads.
 #[derive(Clone, Copy)]
 pub(crate) struct Flat<'a> {
-    pub(super) units: &'a [UnitParams],
-    pub(super) reads: &'a [usize],
-    pub(super) embedding: &'static str,
-    pub(crate) params: &'a [AnySlice],
-    pub(crate) grads: &'a [Grad],
+    pub(super) ranges: &'a ParamRanges,
+    pub(super) params: &'a [AnySlice],
+    pub(super) grads: &'a [Grad],
 }
 
 impl Flat<'_> {
-    /// The parameter of the `read`-th unit whose name contains `part`.
-    pub(crate) fn get(&self, read: usize, part: &str) -> AnySlice {
-        self.params[read].slice(self.units[self.reads[read]].range(part))
-    }
-
-    /// The gradient of the parameter of the `read`-th unit whose name contains `part`.
-    pub(crate) fn grad(&self, read: usize, part: &str) -> Grad {
-        self.grads[read].slice(self.units[self.reads[read]].range(part))
-    }
-
-    /// The same, for the units of several passes.
-    pub(crate) fn sums(&self, read: usize, part: &str) -> Result<DeviceSlice<f32>, ModelError> {
-        self.grad(read, part)
-            .sums("the embedding of a model on a GPU")
-    }
-
     /// The unit and range of the head's matrix `[vocab, c]`; if tied, the embedding's. If the flat
     /// parameter is long enough, the range is extended to `stride_elems(vocab)` rows, because
     /// products of round sizes are faster. The logits of the added rows are ignored and their
     /// gradient is 0. For GPT-2's 50257 tokens these are 47 rows of the position embedding.
     pub(super) fn head_matrix(&self, vocab: usize, c: usize) -> (usize, Range<usize>) {
-        let (read, part) = if self.reads.len() > 1 {
-            (1, self.embedding)
-        } else {
-            (0, "lm_head")
+        let (read, all) = match self.params.len() {
+            1 => (0, &self.ranges.head),
+            _ => (1, &self.ranges.tokens),
         };
-        let all = self.units[self.reads[read]].range(part);
         // Behind the rows of the vocabulary may be padding of tensor parallelism.
         let own = all.start..all.start + vocab * c;
         let round = own.start..own.start + stride_elems(vocab) * c;

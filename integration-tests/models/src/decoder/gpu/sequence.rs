@@ -5,8 +5,8 @@ use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::AnySlice;
 use zero_trainer::ModelError;
 
-use super::groups::SequenceGroup;
 use super::pass_context::PassContext;
+use super::sequence_group::SequenceGroup;
 use super::slices::AttentionSlices;
 use crate::cuda::attention::{Attention, Gradients, Masks};
 use crate::cuda::{SumOut, column_sums};

@@ -3,11 +3,14 @@
 use zero_alloc::device::DType;
 
 use super::batch::Layout;
+use super::block::partial_elems;
 use super::checkpoints::RING;
-use crate::cuda::{attention, column_sums, cross_entropy, matmul};
+use crate::cuda::{attention, column_sums, cross_entropy, matmul, norm, rope};
+use crate::decoder::config::DecoderConfig;
 use crate::decoder::part_rows;
 use crate::decoder::sequence_part::Exchanges;
-use crate::ops::cross_entropy::STATISTICS;
+use crate::decoder::tensor_group::stats_elems;
+use crate::ops::mlp::Mlp;
 use crate::options::{GpuBytes, ModelOptions};
 
 /// Buffers that share a block start at multiples of this many bytes.
@@ -21,37 +24,6 @@ const LOGITS_BYTES: usize = 256 << 20;
 const FILLING_ELEMS: usize = 132 * TILE_ROWS * 256;
 /// Rows of a tile.
 const TILE_ROWS: usize = 128;
-
-/// The inputs of the sizes of a decoder's buffers. M is the number of tokens.
-pub(crate) struct Extent {
-    /// Blocks.
-    pub(crate) layers: usize,
-    /// The width C of the residual stream.
-    pub(crate) width: usize,
-    pub(crate) vocab: usize,
-    /// Heads of queries.
-    pub(crate) heads: usize,
-    /// Statistics of a row of the head's norm.
-    pub(crate) head_stats: usize,
-    /// Elements of a row of [`ScratchSlices::narrow`](super::slices::ScratchSlices::narrow), at
-    /// least C.
-    pub(crate) narrow: usize,
-    /// Elements of a row of [`ScratchSlices::wide`](super::slices::ScratchSlices::wide).
-    pub(crate) wide: usize,
-    /// The sums of a block's backward.
-    pub(crate) partials: usize,
-    /// Elements of [`ScratchSlices::sums`](super::slices::ScratchSlices::sums).
-    pub(crate) sums: usize,
-    /// Elements of the largest matrix of a block.
-    pub(crate) matrix: usize,
-    /// The architecture's constants.
-    pub(crate) table: usize,
-    /// Whether training drops elements.
-    pub(crate) dropout: bool,
-    pub(crate) exchanges: Exchanges,
-    /// The activations of a block, in the order of [`GpuArch::block`](super::arch::GpuArch::block).
-    pub(crate) block: Vec<(usize, DType)>,
-}
 
 /// Elements and bytes of the allocations. M is the number of tokens.
 pub(super) struct Sizes {
@@ -77,7 +49,7 @@ pub(super) struct Sizes {
     pub(super) part_bytes: usize,
     /// Blocks with separate activations.
     pub(super) blocks: usize,
-    pub(super) block: Vec<(usize, DType)>,
+    pub(super) block: [(usize, DType); 10],
     pub(super) exchanges: Exchanges,
     /// Of `send`, `recv` and `attended`; 0 without other ranks.
     pub(super) exchange_bytes: usize,
@@ -90,19 +62,27 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    /// With the logits of `logits_rows` tokens. The options must pass [`ModelOptions::validate`],
-    /// so that no size overflows.
-    pub(super) fn new(extent: Extent, options: &ModelOptions, logits_rows: usize) -> Self {
+    /// Those of a rank's part of a model, with the logits of `logits_rows` tokens. The options must pass
+    /// [`ModelOptions::validate`], so that no size overflows.
+    pub(super) fn new(config: &DecoderConfig, options: &ModelOptions, logits_rows: usize) -> Self {
         let act = options.dtype;
         let tokens = options.tokens();
-        let whole = tokens * extent.width;
-        let row = options.rows() * extent.width;
-        let narrow = tokens * extent.narrow;
-        let wide = tokens * extent.wide;
-        let heads = tokens * extent.heads;
-        let head_stats = options.rows() * extent.head_stats;
+        let exchanges = Exchanges::new(config, options);
+        let width = config.width;
+        let whole = tokens * width;
+        let row = options.rows() * width;
+        let narrow = tokens * width.max(config.q_width());
+        // A gradient before a dropout of the residual stream is in the same buffer.
+        let before_dropout = match config.residual_dropout() {
+            0.0 => 0,
+            _ => width,
+        };
+        let qkv = exchanges.qkv.elems();
+        let wide = tokens * config.inner.max(qkv / tokens).max(before_dropout);
+        let heads = tokens * config.heads;
+        let head_stats = options.rows() * config.norm.stats();
         let ranks = options.tensor_ranks;
-        let vocab = extent.vocab.div_ceil(ranks);
+        let vocab = config.vocab.div_ceil(ranks);
         let stride = cross_entropy::stride_elems(vocab);
         // Of one token, the logits of this rank and those of all.
         let gathered = if ranks == 1 {
@@ -113,9 +93,9 @@ impl Sizes {
         let logits_rows = logits_rows.clamp(1, tokens);
         let logits = (stride * logits_rows).max(gathered);
         let stats = stats_elems(ranks, logits_rows);
-        let partials = extent.partials;
-        let sums = extent.sums;
-        let rows = extent.layers + 1;
+        let partials = partials(config, options);
+        let sums = partial_elems(config, options);
+        let rows = config.layers + 1;
         let scratch = [
             (2 * whole + narrow + wide + logits, act),
             (heads + tokens + partials + sums + stats, DType::F32),
@@ -132,9 +112,8 @@ impl Sizes {
         let blocks = if options.activation_checkpointing {
             1
         } else {
-            extent.layers
+            config.layers
         };
-        let exchanges = extent.exchanges;
         let exchange_bytes = match exchanges.buffer_elems() {
             0 => 0,
             elems => {
@@ -142,6 +121,8 @@ impl Sizes {
                 bytes(&[(all, act)], 2 + blocks)
             }
         };
+        let block = block_elems(config, options, qkv);
+        let matrix = width * config.qkv_width().max(config.up_width());
         Self {
             row,
             whole,
@@ -152,7 +133,7 @@ impl Sizes {
             logits,
             partials,
             sums,
-            table: extent.table,
+            table: config.table_elems(options.seq_len),
             rows,
             ring,
             part,
@@ -162,21 +143,81 @@ impl Sizes {
             exchanges,
             exchange_bytes,
             row_bytes: row * act.size_bytes(),
-            block_bytes: bytes(&extent.block, extent.block.len()),
+            block_bytes: bytes(&block, block.iter().filter(|(elems, _)| *elems > 0).count()),
             head_bytes: bytes(&[(whole, act), (head_stats, DType::F32)], 2),
             scratch_bytes: bytes(&scratch, 10),
-            batch_bytes: Layout::new(options, extent.dropout).bytes(),
-            matmul_bytes: matmul::workspace_bytes(extent.matrix as u64) as usize,
-            block: extent.block,
+            batch_bytes: Layout::new(options, config.drops()).bytes(),
+            matmul_bytes: matmul::workspace_bytes(matrix as u64) as usize,
+            block,
         }
     }
 }
 
+/// Whether the activations of an MLP are kept from forward to backward: GELU's, unless it is recomputed.
+pub(super) fn keeps_act(config: &DecoderConfig, options: &ModelOptions) -> bool {
+    let recomputes = options.activation_checkpointing || options.recompute_gelu;
+    config.mlp != Mlp::SwiGlu && !recomputes
+}
+
+/// Elements of a block's activations, in the order of [`BlockSlices`](super::slices::BlockSlices).
+fn block_elems(config: &DecoderConfig, options: &ModelOptions, qkv: usize) -> [(usize, DType); 10] {
+    let dtype = options.dtype;
+    let tokens = options.tokens();
+    let stats = (config.norm.stats() * options.rows(), DType::F32);
+    let normed = tokens * config.normed_heads();
+    let act = match keeps_act(config, options) {
+        true => tokens * config.inner,
+        false => 0,
+    };
+    [
+        stats,
+        (qkv, dtype),
+        (normed * config.head_dim, dtype),
+        (normed, DType::F32),
+        (tokens * config.q_width(), dtype),
+        (tokens * config.heads, DType::F32),
+        (options.rows() * config.width, dtype),
+        stats,
+        (tokens * config.up_width(), dtype),
+        (act, dtype),
+    ]
+}
+
+/// Elements of the workspace of a block's sums over rows.
+fn partials(config: &DecoderConfig, options: &ModelOptions) -> usize {
+    let tokens = options.tokens();
+    let columns = |has: bool, n: usize| match has {
+        true => column_sums::workspace_elems(tokens, n),
+        false => 0,
+    };
+    let of_heads = match config.qk_norm {
+        true => rope::workspace_elems(tokens, config.qkv_heads()),
+        false => 0,
+    };
+    let attention = match (config.biases.qkv, options.sequence_ranks) {
+        (false, _) => 0,
+        (true, 1) => {
+            let width = config.qkv_width();
+            attention::workspace_elems(options.micro_batch, options.seq_len, width)
+        }
+        (true, _) => columns(true, config.qkv_width()),
+    };
+    norm::workspace_elems(config.norm, tokens, config.width)
+        .max(of_heads)
+        .max(attention)
+        .max(columns(
+            config.biases.output || config.biases.mlp,
+            config.width,
+        ))
+        .max(columns(config.biases.mlp, config.up_width()))
+}
+
 /// The bytes that a model requests. The options must pass [`ModelOptions::validate`].
-pub(crate) fn gpu_bytes(extent: Extent, options: &ModelOptions) -> GpuBytes {
-    let vocab = extent.vocab.div_ceil(options.tensor_ranks);
-    let rows = logits_rows(vocab, extent.width, options);
-    let sizes = Sizes::new(extent, options, rows);
+pub(crate) fn gpu_bytes(config: &DecoderConfig, options: &ModelOptions) -> GpuBytes {
+    let config = &config.cut(options.tensor_ranks);
+    let vocab = config.vocab.div_ceil(options.tensor_ranks);
+    let rows = logits_rows(vocab, config.width, options);
+    let sizes = Sizes::new(config, options, rows);
     let sum = |parts: &[(usize, usize)]| {
         let sum = parts
             .iter()
@@ -248,22 +289,6 @@ fn bytes(contents: &[(usize, DType)], parts: usize) -> usize {
         .map(|(elems, dtype)| elems * dtype.size_bytes())
         .sum::<usize>()
         + parts * ALIGN_BYTES
-}
-
-/// Elements of the statistics of `rows` rows of logits.
-fn stats_elems(ranks: usize, rows: usize) -> usize {
-    match ranks {
-        1 => 0,
-        ranks => (ranks + 1) * rows * STATISTICS,
-    }
-}
-
-/// Elements of the workspace of attention's backward with a bias of `width` elements.
-pub(crate) fn workspace_elems(options: &ModelOptions, width: usize) -> usize {
-    match options.sequence_ranks {
-        1 => attention::workspace_elems(options.micro_batch, options.seq_len, width),
-        _ => column_sums::workspace_elems(options.tokens(), width),
-    }
 }
 
 #[cfg(test)]

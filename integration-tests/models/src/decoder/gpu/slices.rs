@@ -1,7 +1,6 @@
 //! Slices of the buffers of a model on CUDA, by their use in a pass.
 
 use zero_alloc::device::{AnySlice, DeviceSlice};
-use zero_trainer::ModelError;
 
 /// The head's norm: `out` `[M, C]`, and its `stats`.
 #[derive(Clone, Copy)]
@@ -46,18 +45,23 @@ pub(crate) struct AttentionSlices {
     pub(crate) lse: DeviceSlice<f32>,
 }
 
-/// The activations of a block in the order of [`Extent::block`](super::sizes::Extent::block).
-pub(crate) struct BlockParts(pub(super) Vec<AnySlice>);
-
-impl BlockParts {
-    /// The parts, of which there are N.
-    ///
-    /// # Errors
-    /// There is another number of parts.
-    pub(crate) fn all<const N: usize>(self) -> Result<[AnySlice; N], ModelError> {
-        let parts = self.0.len();
-        self.0
-            .try_into()
-            .map_err(|_| ModelError::from(format!("a block of {parts} activations, not {N}")))
-    }
+/// The activations of a block: `qkv` `[M, (heads + 2 kv_heads) d]`, after the rotation; `raw`
+/// `[M, (heads + kv_heads) d]`, queries and keys before their norms, with `raw_stats`, or empty;
+/// `attended` `[M, heads d]`; `lse` `[batch, heads, seq]`; `mid` `[M, C]`; `up`, what the MLP's first
+/// matrix computes; `act` `[M, F]`; and the statistics of the norms.
+#[derive(Clone, Copy)]
+pub(super) struct BlockSlices {
+    pub(super) stats1: DeviceSlice<f32>,
+    pub(super) qkv: AnySlice,
+    pub(super) raw: AnySlice,
+    pub(super) raw_stats: DeviceSlice<f32>,
+    pub(super) attended: AnySlice,
+    pub(super) lse: DeviceSlice<f32>,
+    pub(super) mid: AnySlice,
+    pub(super) stats2: DeviceSlice<f32>,
+    /// Of SwiGLU, backward overwrites it by its gradient.
+    pub(super) up: AnySlice,
+    /// If it is not kept it is the start of [`ScratchSlices::wide`], which backward must not write before
+    /// its last read of this one.
+    pub(super) act: AnySlice,
 }

@@ -5,50 +5,52 @@ use std::ops::Range;
 
 use zero_alloc::device::AnySlice;
 
-use super::groups::TensorGroup;
 use super::pass_context::PassContext;
 use crate::cuda::dropout::Dropout;
 use crate::cuda::{OpError, SumOut, column_sums};
+use crate::decoder::tensor_group::TensorGroup;
 
 impl PassContext<'_> {
-    /// The ranks, if each has some rows of the residual stream.
-    fn dividing(&self) -> Option<&TensorGroup> {
-        self.tensor.filter(|tensor| tensor.divides_rows)
+    /// Whether norms have some rows of all, so that their gradients are partial sums.
+    pub(crate) fn divides_rows(&self) -> bool {
+        self.tensor.is_some_and(|tensor| tensor.divides_rows)
     }
 
     /// The own rows of `rows`.
     pub(crate) fn own(&self, rows: AnySlice) -> AnySlice {
-        self.dividing().map_or(rows, |tensor| tensor.own(rows))
+        let own = |tensor: &TensorGroup<_>| rows.slice(tensor.own(rows.len()));
+        self.tensor.map_or(rows, own)
     }
 
     /// Gathers `rows` from the own rows of all ranks, in place.
     pub(crate) fn gather_rows(&self, rows: AnySlice) -> Result<(), OpError> {
-        self.dividing().map_or(Ok(()), |tensor| {
-            tensor.gather(self.stream, tensor.own(rows), rows)
-        })
+        match self.tensor {
+            Some(tensor) => Ok(tensor.gather_rows(self.stream, rows)?),
+            None => Ok(()),
+        }
     }
 
     /// Sums `rows` over the ranks, in place; the own rows have the sums.
     pub(crate) fn sum_rows(&self, rows: AnySlice) -> Result<(), OpError> {
-        match self.dividing() {
-            Some(tensor) => tensor.reduce_scatter(self.stream, rows, tensor.own(rows)),
-            None => self.sum(rows),
+        match self.tensor {
+            Some(tensor) => Ok(tensor.sum_rows(self.stream, rows)?),
+            None => Ok(()),
         }
     }
 
     /// The place of all rows of this rank's part of a sum whose own rows go to `own`: the same slice, or
     /// with sequence parallelism a buffer of all rows.
     pub(crate) fn before_sum(&self, own: AnySlice) -> AnySlice {
-        match self.dividing() {
-            Some(_) => self.s.narrow.slice(0..self.s.dres.len()),
-            None => own,
+        match self.divides_rows() {
+            true => self.s.narrow.slice(0..self.s.dres.len()),
+            false => own,
         }
     }
 
     /// Sums what [`Self::before_sum`] has, to `own`.
     pub(crate) fn sum_to(&self, own: AnySlice) -> Result<(), OpError> {
-        match self.dividing() {
-            Some(tensor) => tensor.reduce_scatter(self.stream, self.before_sum(own), own),
+        match self.tensor.filter(|tensor| tensor.divides_rows) {
+            Some(tensor) => Ok(tensor.reduce_scatter(self.stream, self.before_sum(own), own)?),
             None => self.sum(own),
         }
     }
@@ -56,18 +58,10 @@ impl PassContext<'_> {
     /// The dropout of the own rows, of one of all rows.
     pub(crate) fn of_own_rows(&self, dropout: Option<Dropout>) -> Option<Dropout> {
         let dropout = dropout?;
-        Some(match self.dividing() {
-            Some(tensor) => {
-                let first = tensor.tokens / tensor.rank.ranks * tensor.rank.rank;
-                dropout.from_row(first, tensor.tokens)
-            }
+        Some(match self.tensor.filter(|tensor| tensor.divides_rows) {
+            Some(tensor) => dropout.from_row(tensor.first_row(), tensor.tokens),
             None => dropout,
         })
-    }
-
-    /// Whether norms have some rows of all, so that their gradients are partial sums.
-    pub(crate) fn divides_rows(&self) -> bool {
-        self.dividing().is_some()
     }
 
     /// The place of a partial sum, to be added to `out` by [`Self::finish_sums`]: elements of
