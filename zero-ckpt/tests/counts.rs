@@ -13,11 +13,11 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use common::{STATES, World, bits, loaded, meta, storage, value};
+use common::{STATES, World, bits, loaded, meta, read, run, value, with_shard};
 use zero_ckpt::testing::{IoCounts, io_counts};
 use zero_ckpt::{
     CkptError, Exchange, ExportOptions, MANIFEST_NAME, MESSAGE_BYTES, RECORD_BYTES, Reader,
-    ShardData, SingleRank, Store, StoreOptions, assemble, resolve,
+    SingleRank, Store, StoreOptions, assemble, resolve,
 };
 use zero_shard::{Layout, ParamSpec, TensorCut, TensorPart, UnitSpec};
 
@@ -47,14 +47,10 @@ fn counted<T>(work: impl FnOnce() -> T) -> (T, IoCounts) {
 fn save(stores: &[Store], layout: &Layout, step: u64) -> (u64, u64) {
     let world = World::new(layout.world_size());
     let save = |store: &Store| {
-        let rank = store.rank();
-        let states = STATES.map(|state| storage(layout, rank, state, step));
-        let mut shard = ShardData::new(layout, rank).unwrap();
-        for (state, values) in STATES.iter().zip(&states) {
-            shard.storage_f32(state, values).unwrap();
-        }
-        let mut exchange = world.rank(rank);
-        store.save(&meta(step), &shard, &mut exchange).unwrap();
+        let mut exchange = world.rank(store.rank());
+        with_shard(layout, store.rank(), step, |shard| {
+            store.save(&meta(step), shard, &mut exchange).unwrap()
+        });
         exchange.received_bytes
     };
 
@@ -208,15 +204,7 @@ fn ranks_open_only_what_they_read() {
                 0 => Reader::open_selected(dir.path(), &reader.selection()).unwrap(),
                 rank => Reader::open_on_ranks(dir.path(), rank, &mut received, find).unwrap(),
             };
-            let states = STATES.map(|state| {
-                let mut out = vec![f32::NAN; to.shard_elems() as usize];
-                reader
-                    .view(&to)
-                    .unwrap()
-                    .read_storage(state, rank, &mut out)
-                    .unwrap();
-                out
-            });
+            let states = STATES.map(|state| read(&reader, &to, state, rank).unwrap());
             (reader, states)
         };
         let ((reader, states), accessed) = counted(load);
@@ -316,14 +304,11 @@ fn assembled_files_are_synced() {
     let _one = one_at_a_time();
     let dir = tempfile::tempdir().unwrap();
     let layout = layout(1);
-    let states = STATES.map(|state| storage(&layout, 0, state, 7));
-    let mut shard = ShardData::new(&layout, 0).unwrap();
-    for (state, values) in STATES.iter().zip(&states) {
-        shard.storage_f32(state, values).unwrap();
-    }
-    let save = |run: &str| {
-        let store = Store::create(dir.path(), 0, StoreOptions::default().run(run)).unwrap();
-        store.save(&meta(7), &shard, &mut SingleRank)
+    let save = |name: &str| {
+        let store = Store::create(dir.path(), 0, run(name)).unwrap();
+        with_shard(&layout, 0, 7, |shard| {
+            store.save(&meta(7), shard, &mut SingleRank)
+        })
     };
     save("a").unwrap();
     // Refused, because the checkpoint of this step is of another run; its file stays staged.

@@ -1,6 +1,5 @@
 //! The operations of the Llama family, forward and backward, against fp64 on the same inputs.
 
-use zero_alloc::device::DType;
 use zero_models::cuda::rope::{self, Angles};
 use zero_models::cuda::{SumOut, swiglu};
 use zero_models::ops::{Heads, Span};

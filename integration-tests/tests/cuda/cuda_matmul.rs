@@ -445,8 +445,8 @@ fn bias_gradient_beside_a_weight_gradient() {
         let db = gpu.fresh(n, out);
         let left = Matrix::new(gpu.put(&x, dtype), k).t();
         let right = Matrix::new(gpu.put(&dy, dtype), n);
-        let out = Matrix::new(dw, n);
-        let product = Product::new(left, right, out).with(Epilogue::BiasGradient(db));
+        let gradient = Matrix::new(dw, n);
+        let product = Product::new(left, right, gradient).with(Epilogue::BiasGradient(db));
         if !matmul.supports(&product).unwrap() {
             assert!(gpu.is_real(), "the stand-in supports it");
             continue;

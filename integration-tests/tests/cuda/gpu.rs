@@ -24,7 +24,7 @@ pub(crate) struct Gpu {
     pub(crate) device: CudaDevice,
     pub(crate) stream: CudaStream,
     pub(crate) pool: Pool<CudaDevice>,
-    held: std::cell::RefCell<Vec<Block<CudaDevice>>>,
+    held: std::sync::Mutex<Vec<Block<CudaDevice>>>,
 }
 
 impl Gpu {
@@ -56,7 +56,7 @@ impl Gpu {
             .unwrap();
         // SAFETY: held to the end of the test, which drains the one stream that uses it.
         let slice = unsafe { block.slice() };
-        self.held.borrow_mut().push(block);
+        self.held.lock().unwrap().push(block);
         self.device
             .upload(&self.stream, bytes, slice, LIMIT)
             .unwrap();

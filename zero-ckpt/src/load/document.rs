@@ -3,11 +3,10 @@
 use std::io::Read as _;
 
 use crate::CkptError;
-use crate::format::blocks::checksum;
 use crate::format::manifest::DocumentRecord;
 use crate::io::counts;
 use crate::io::dir::Dir;
-use crate::load::shard_file::open_checked;
+use crate::load::shard_file::{check_bytes, open_checked};
 
 /// Reads a document and verifies it.
 pub(crate) fn read_document(dir: &Dir, record: &DocumentRecord) -> Result<Vec<u8>, CkptError> {
@@ -18,13 +17,5 @@ pub(crate) fn read_document(dir: &Dir, record: &DocumentRecord) -> Result<Vec<u8
         .read_to_end(&mut bytes)
         .map_err(CkptError::io("read", &path))?;
     counts::read(bytes.len());
-    match (record.crc64, checksum(&bytes)) {
-        (expected, got) if expected == got => Ok(bytes),
-        (expected, got) => Err(CkptError::Corrupt {
-            path,
-            range: 0..record.bytes,
-            expected,
-            got,
-        }),
-    }
+    check_bytes(&path, 0, &bytes, record.crc64).map(|()| bytes)
 }

@@ -147,16 +147,7 @@ impl ShardFile {
         for (i, bytes) in buffer[..n].chunks(BLOCK_BYTES as usize).enumerate() {
             let at = start + i as u64 * BLOCK_BYTES;
             let expected = self.table[(at / BLOCK_BYTES) as usize];
-            let got = checksum(bytes);
-            if expected != got {
-                let range = self.state_start + at..self.state_start + at + bytes.len() as u64;
-                return Err(CkptError::Corrupt {
-                    path: self.path.clone(),
-                    range,
-                    expected,
-                    got,
-                });
-            }
+            check_bytes(&self.path, self.state_start + at, bytes, expected)?;
             let first = range.start.saturating_sub(at);
             let last = bytes.len().min((range.end - at) as usize);
             verified(&bytes[first as usize..last]);
@@ -183,16 +174,26 @@ fn read_front(file: &File, path: &Path, len: usize, expected: u64) -> Result<Vec
     let read = std::os::unix::fs::FileExt::read_exact_at(file, &mut front, 0);
     read.map_err(CkptError::io("read", path))?;
     counts::read(front.len());
-    let got = checksum(&front);
-    if got != expected {
-        return Err(CkptError::Corrupt {
-            path: path.to_owned(),
-            range: 0..len as u64,
-            expected,
-            got,
-        });
+    check_bytes(path, 0, &front, expected).map(|()| front)
+}
+
+/// Checks the checksum of `bytes`, which start at byte `start` of a file.
+pub(crate) fn check_bytes(
+    path: &Path,
+    start: u64,
+    bytes: &[u8],
+    expected: u64,
+) -> Result<(), CkptError> {
+    let got = checksum(bytes);
+    if got == expected {
+        return Ok(());
     }
-    Ok(front)
+    Err(CkptError::Corrupt {
+        path: path.to_owned(),
+        range: start..start + bytes.len() as u64,
+        expected,
+        got,
+    })
 }
 
 /// Opens a file and checks its length; falls back to buffered I/O if the file system rejects direct

@@ -213,35 +213,32 @@ mod tests {
     use zero_shard::{ParamSpec, UnitSpec};
 
     use super::*;
-    use crate::{ShardData, StateDtype, assemble};
+    use crate::{ShardData, assemble};
 
-    /// Stages step 7 with a document as the only rank; then changes the description.
+    fn layout() -> Layout {
+        let units = [UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])];
+        Layout::new(&units, 1, 1).unwrap()
+    }
+
+    /// Stages `meta` and describes it, as the only rank.
+    fn stage(store: &Store, meta: &SaveMeta) -> Result<StagedFile, CkptError> {
+        let layout = layout();
+        let mut shard = ShardData::new(&layout, 0)?;
+        shard.storage_f32("master", &[1.0; 15])?;
+        store.describe(meta, &layout, store.stage(meta.step, &shard))
+    }
+
+    /// Stages step 7 with a document; then changes the description.
     fn change(path: &std::path::Path, change: impl FnOnce(&mut Description)) {
-        let layout = Layout::new(
-            &[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])],
-            1,
-            1,
-        )
-        .unwrap();
-        let mut shard = ShardData::new(&layout, 0).unwrap();
-        shard.storage_f32("master", &[1.0; 15]).unwrap();
         let store = Store::create(path, 0, crate::StoreOptions::default()).unwrap();
         let document = ("run.json".to_owned(), serde_json::json!({"lr": 0.1}));
-        let meta = SaveMeta::default()
-            .step(7)
-            .dtype(StateDtype::F32)
-            .documents([document].into());
-        let file = store
-            .describe(&meta, &layout, store.stage(7, &shard))
-            .unwrap();
-        let name = file.save.name(Kind::Description);
+        let meta = SaveMeta::default().step(7).documents([document].into());
+        let name = stage(&store, &meta).unwrap().save.name(Kind::Description);
         let mut description = Description::read(&store.staging, &name, 7).unwrap();
         change(&mut description);
         store.staging.remove_file(&name).unwrap();
-        store
-            .staging
-            .write_new(&name, &description.encode().unwrap())
-            .unwrap();
+        let changed = description.encode().unwrap();
+        store.staging.write_new(&name, &changed).unwrap();
     }
 
     fn error(path: &std::path::Path) -> String {
@@ -256,29 +253,15 @@ mod tests {
     #[cfg_attr(miri, ignore)]
     fn earlier_save_in_flight_is_not_newer() {
         let dir = tempfile::tempdir().unwrap();
-        let layout = Layout::new(
-            &[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])],
-            1,
-            1,
-        )
-        .unwrap();
-        let mut shard = ShardData::new(&layout, 0).unwrap();
-        shard.storage_f32("master", &[1.0; 15]).unwrap();
         let store = Store::create(dir.path(), 0, crate::StoreOptions::default()).unwrap();
         let meta = |step| SaveMeta::default().step(step);
-        let stage = |step| store.describe(&meta(step), &layout, store.stage(step, &shard));
-        let earlier = stage(7);
-        stage(8).unwrap();
-        store.publish(&meta(7), &layout, vec![earlier]).unwrap();
+        let earlier = stage(&store, &meta(7));
+        stage(&store, &meta(8)).unwrap();
+        store.publish(&meta(7), &layout(), vec![earlier]).unwrap();
         store.finish_removals();
 
-        assert_eq!(
-            assemble(dir.path().join("new"), &[dir.path()])
-                .unwrap()
-                .checkpoint
-                .step,
-            8
-        );
+        let assembled = assemble(dir.path().join("new"), &[dir.path()]).unwrap();
+        assert_eq!(assembled.checkpoint.step, 8);
     }
 
     /// The cost of an error does not depend on the number of ranks that a file names: its list is

@@ -120,7 +120,7 @@ impl Store {
                 due.extend(save.entries.iter().map(|entry| entry.name.clone()));
             } else {
                 complete.add(&list, save);
-                last = last.max(Some(id.step));
+                last = Some(id.step);
             }
         }
 

@@ -4,9 +4,10 @@ use std::fs;
 use std::path::Path;
 
 use zero_ckpt::testing::SavePoint;
-use zero_ckpt::{Reader, SaveMeta, assemble_step};
+use zero_ckpt::{CkptError, Reader, SaveMeta, assemble, assemble_step};
+use zero_shard::{Layout, ParamSpec, UnitSpec};
 
-use crate::common::{assert_holds, layout, on_ranks, open, run, staged, with_shard};
+use crate::common::{assert_holds, layout, on_ranks, open, run, saved, staged, with_shard};
 use crate::staged::{document_meta, save};
 
 /// The fate of rank 0 at a point of the save.
@@ -91,4 +92,30 @@ fn replaced_checkpoint_is_no_staged_save() {
             refused("without its manifest");
         }
     }
+}
+
+/// The names under which files are linked for a publication that is then refused.
+#[test]
+fn refused_assembly_leaves_no_files() {
+    let dir = tempfile::tempdir().unwrap();
+    save(
+        dir.path(),
+        &layout(2, 4),
+        7,
+        &run("a"),
+        Some(SavePoint::DirCreated),
+    );
+    let before = staged(dir.path());
+    let into = tempfile::tempdir().unwrap();
+    let other = Layout::new(&[UnitSpec::new("u", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
+    saved(into.path(), &other, 1, 1, &run("a"));
+
+    let refused = assemble(into.path(), &[dir.path()]).unwrap_err();
+
+    assert!(
+        matches!(refused, CkptError::AnotherModel { .. }),
+        "{refused}"
+    );
+    assert_eq!(staged(into.path()), [""; 0]);
+    assert_eq!(staged(dir.path()), before);
 }

@@ -209,6 +209,21 @@ pub(crate) fn save(
     save_with(&stores, layout, step, seed)
 }
 
+/// [`save`], which succeeds.
+pub(crate) fn saved(dir: &Path, layout: &Layout, step: u64, seed: u64, options: &StoreOptions) {
+    let outcomes = save(dir, layout, step, seed, options);
+    outcomes.into_iter().for_each(|saved| drop(saved.unwrap()));
+}
+
+/// A directory with steps 1 and 2 of seeds 1 and 2.
+pub(crate) fn two_checkpoints(layout: &Layout) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for step in [1, 2] {
+        saved(dir.path(), layout, step, step, &StoreOptions::default());
+    }
+    dir
+}
+
 /// [`save`] with open stores.
 pub(crate) fn save_with(
     stores: &[Store],
@@ -310,13 +325,23 @@ pub(crate) fn staged(dir: &Path) -> Vec<String> {
     names
 }
 
+/// Reads the shard storage of a rank.
+pub(crate) fn read(
+    reader: &Reader,
+    layout: &Layout,
+    state: &str,
+    rank: u64,
+) -> Result<Vec<f32>, CkptError> {
+    let mut out = vec![f32::NAN; layout.shard_elems() as usize];
+    let read = reader.view(layout)?.read_storage(state, rank, &mut out);
+    read.map(|()| out)
+}
+
 /// Asserts that `reader` holds exactly the state of `seed` on all ranks of `layout`.
 pub(crate) fn assert_holds(reader: &Reader, layout: &Layout, seed: u64) {
-    let view = reader.view(layout).unwrap();
     for rank in 0..layout.world_size() {
         for state in STATES {
-            let mut got = vec![f32::NAN; layout.shard_elems() as usize];
-            view.read_storage(state, rank, &mut got).unwrap();
+            let got = read(reader, layout, state, rank).unwrap();
             assert_eq!(
                 bits(&got),
                 loaded(layout, rank, state, seed),

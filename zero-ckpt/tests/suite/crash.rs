@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::common::{assert_holds, layout, save, save_with};
+use crate::common::{assert_holds, layout, save, save_with, saved};
 use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{Reader, Store, StoreOptions};
 
@@ -93,9 +93,7 @@ fn killed_save_leaves_old_or_new() {
         let dir = tempfile::tempdir().unwrap();
         let layout = layout(RANKS, 4);
         for step in [10, 20] {
-            save(dir.path(), &layout, step, step, &options())
-                .into_iter()
-                .for_each(|r| drop(r.unwrap()));
+            saved(dir.path(), &layout, step, step, &options());
         }
         killed(dir.path(), point, rank, 30, 30);
 
@@ -162,9 +160,7 @@ fn killed_overwrite_leaves_old_or_new() {
         let at = SavePoint::ALL[point];
         let dir = tempfile::tempdir().unwrap();
         let layout = layout(RANKS, 4);
-        save(dir.path(), &layout, 10, 1, &options())
-            .into_iter()
-            .for_each(|r| drop(r.unwrap()));
+        saved(dir.path(), &layout, 10, 1, &options());
         killed(dir.path(), point, rank, 10, 2);
         let renamed = !points_before_rename().contains(&at);
         let reader = Reader::open(dir.path()).unwrap();

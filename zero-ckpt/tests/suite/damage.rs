@@ -3,25 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::common::{assert_holds, layout, save};
-use zero_ckpt::{CkptError, MANIFEST_NAME, Manifest, Piece, Reader, StoreOptions};
-
-/// A directory with steps 1 and 2 of seeds 1 and 2.
-fn two_checkpoints() -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    for step in [1, 2] {
-        save(
-            dir.path(),
-            &layout(2, 4),
-            step,
-            step,
-            &StoreOptions::default(),
-        )
-        .into_iter()
-        .for_each(|r| drop(r.unwrap()));
-    }
-    dir
-}
+use crate::common::{assert_holds, layout, read, two_checkpoints};
+use zero_ckpt::{CkptError, MANIFEST_NAME, Manifest, Piece, Reader};
 
 fn newest(dir: &Path) -> PathBuf {
     dir.join("step-00000002")
@@ -33,7 +16,7 @@ fn shard(dir: &Path) -> PathBuf {
 
 #[test]
 fn flipped_bytes_of_shard_files_are_found() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(2, 4));
     let path = shard(dir.path());
     let good = std::fs::read(&path).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
@@ -68,18 +51,16 @@ fn flipped_bytes_of_shard_files_are_found() {
 
 #[test]
 fn flipped_byte_fails_only_reads_of_its_block() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(2, 4));
     let path = shard(dir.path());
     let mut bytes = std::fs::read(&path).unwrap();
     *bytes.last_mut().unwrap() ^= 0x40;
     std::fs::write(&path, bytes).unwrap();
     let layout = layout(2, 4);
     let reader = Reader::open(dir.path()).unwrap();
-    let mut out = vec![0.0; layout.shard_elems() as usize];
-    let view = reader.view(&layout).unwrap();
     // Rank 0 reads only its own file.
-    view.read_storage("master", 0, &mut out).unwrap();
-    let error = view.read_storage("second_moment", 1, &mut out).unwrap_err();
+    read(&reader, &layout, "master", 0).unwrap();
+    let error = read(&reader, &layout, "second_moment", 1).unwrap_err();
     assert!(
         error
             .to_string()
@@ -96,7 +77,7 @@ fn flipped_byte_fails_only_reads_of_its_block() {
 
 #[test]
 fn flipped_bytes_of_manifests_are_found() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(2, 4));
     let path = newest(dir.path()).join(MANIFEST_NAME);
     let good = std::fs::read(&path).unwrap();
     // All except the final newline, which may become other white space.
@@ -117,7 +98,7 @@ fn flipped_bytes_of_manifests_are_found() {
 
 #[test]
 fn damaged_latest_is_skipped_with_a_notice() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(2, 4));
     let path = dir.path().join("latest");
     let good = std::fs::read(&path).unwrap();
     for at in 0..good.len() {
@@ -148,7 +129,7 @@ fn damaged_latest_is_skipped_with_a_notice() {
 
 #[test]
 fn truncated_or_missing_file_is_named() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(2, 4));
     let path = shard(dir.path());
     let good = std::fs::read(&path).unwrap();
     for len in [0, 7, 8, 4095, 4096, good.len() - 1, good.len() + 1] {
@@ -185,25 +166,17 @@ fn truncated_or_missing_file_is_named() {
 
 #[test]
 fn file_truncated_while_open_is_an_error() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(2, 4));
     let reader = Reader::open(dir.path()).unwrap();
     let layout = layout(2, 4);
-    let mut out = vec![0.0; layout.shard_elems() as usize];
-    reader
-        .view(&layout)
-        .unwrap()
-        .read_storage("master", 1, &mut out)
-        .unwrap();
+    read(&reader, &layout, "master", 1).unwrap();
     std::fs::File::options()
         .write(true)
         .open(shard(dir.path()))
         .unwrap()
         .set_len(5000)
         .unwrap();
-    let error = reader
-        .view(&layout)
-        .unwrap()
-        .read_storage("master", 1, &mut out);
+    let error = read(&reader, &layout, "master", 1);
     assert!(
         matches!(error, Err(CkptError::WrongLength { .. })),
         "{error:?}"
@@ -215,7 +188,7 @@ type Change = (fn(&mut Manifest), &'static str);
 
 #[test]
 fn malicious_manifest_is_rejected() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(2, 4));
     let path = newest(dir.path()).join(MANIFEST_NAME);
     let (good, _) = Manifest::decode(&std::fs::read(&path).unwrap(), &path).unwrap();
     let changes: [Change; 19] = [
@@ -285,7 +258,7 @@ fn malicious_manifest_is_rejected() {
 #[test]
 fn other_versions_are_rejected() {
     for found in [1, 3] {
-        let dir = two_checkpoints();
+        let dir = two_checkpoints(&layout(2, 4));
         let path = newest(dir.path()).join(MANIFEST_NAME);
         let text = std::fs::read_to_string(&path).unwrap();
         let changed = text.replacen("\"version\":2", &format!("\"version\":{found}"), 1);
@@ -303,7 +276,7 @@ fn other_versions_are_rejected() {
 
 #[test]
 fn links_in_a_checkpoint_are_not_followed() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(2, 4));
     let outside = dir.path().join("outside.safetensors");
     std::fs::rename(shard(dir.path()), &outside).unwrap();
     std::os::unix::fs::symlink(&outside, shard(dir.path())).unwrap();

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::{assert_holds, layout, save, save_with, stage};
+use crate::common::{assert_holds, layout, save_with, saved, stage};
 use zero_ckpt::{CkptError, Reader, SaveMeta, SingleRank, Store, StoreOptions};
 
 /// A tmpfs mount, unmounted when dropped.
@@ -65,9 +65,8 @@ fn full_disk_fails_the_save_on_all_ranks() {
     let stores: Vec<_> = (0..2)
         .map(|r| Store::create(&dir, r, StoreOptions::default()).unwrap())
         .collect();
-    save_with(&stores, &layout, 1, 1)
-        .into_iter()
-        .for_each(|r| drop(r.unwrap()));
+    let first = save_with(&stores, &layout, 1, 1);
+    assert!(first.iter().all(Result::is_ok), "{first:?}");
     let filler = disk.path().join("filler");
     let mut failed = 0;
     let mut saved = 0;
@@ -141,9 +140,7 @@ fn read_only_disk_loads_and_rejects_stores() {
         return;
     };
     let layout = layout(2, 4);
-    save(disk.path(), &layout, 1, 1, &StoreOptions::default())
-        .into_iter()
-        .for_each(|r| drop(r.unwrap()));
+    saved(disk.path(), &layout, 1, 1, &StoreOptions::default());
     disk.read_only();
     for rank in 0..2 {
         let error = Store::create(disk.path(), rank, StoreOptions::default())
@@ -161,9 +158,7 @@ fn remounted_read_only_disk_fails_staging() {
         return;
     };
     let layout = layout(2, 4);
-    save(disk.path(), &layout, 1, 1, &StoreOptions::default())
-        .into_iter()
-        .for_each(|r| drop(r.unwrap()));
+    saved(disk.path(), &layout, 1, 1, &StoreOptions::default());
     {
         // Rank 1 only: rank 0's open lock file would prevent the remount.
         let store = Store::create(disk.path(), 1, StoreOptions::default()).unwrap();
@@ -188,22 +183,17 @@ fn second_run_is_rejected_with_the_holder() {
     let us = format!("process {} on ", std::process::id());
     assert!(error.to_string().contains(&us), "{error}");
     // The first run is unaffected; dropping its stores unlocks the directory.
-    save_with(&first, &layout, 1, 1)
-        .into_iter()
-        .for_each(|r| drop(r.unwrap()));
+    let saves = save_with(&first, &layout, 1, 1);
+    assert!(saves.iter().all(Result::is_ok), "{saves:?}");
     drop(first);
-    save(dir.path(), &layout, 2, 2, &StoreOptions::default())
-        .into_iter()
-        .for_each(|r| drop(r.unwrap()));
+    saved(dir.path(), &layout, 2, 2, &StoreOptions::default());
     assert_holds(&Reader::open(dir.path()).unwrap(), &layout, 2);
 }
 
 #[test]
 fn another_model_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
-    save(dir.path(), &layout(2, 4), 1, 1, &StoreOptions::default())
-        .into_iter()
-        .for_each(|r| drop(r.unwrap()));
+    saved(dir.path(), &layout(2, 4), 1, 1, &StoreOptions::default());
     let units = [zero_shard::UnitSpec::new(
         "u",
         [zero_shard::ParamSpec::new("wte", [3u64])],

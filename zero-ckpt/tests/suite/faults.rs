@@ -25,7 +25,7 @@ use zero_ckpt::{
 };
 use zero_shard::Layout;
 
-use crate::common::{NONE, STATES, assert_holds, layout, meta, storage, with_shard};
+use crate::common::{NONE, STATES, assert_holds, layout, meta, saved, storage, with_shard};
 
 const RANKS: u64 = 3;
 /// A hang is a wait beyond this; no wait of a test comes near it.
@@ -259,8 +259,7 @@ impl Scenario {
     fn start((fault, at, rank): (Fault, At, u64), limit: Duration) -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path().join("ckpt");
-        let saved = crate::common::save(&dir, &layout(RANKS, 4), 10, 10, &options(LONG));
-        saved.into_iter().for_each(|saved| drop(saved.unwrap()));
+        saved(&dir, &layout(RANKS, 4), 10, 10, &options(LONG));
         let ranks = (0..RANKS).map(|this| {
             let point = if this == rank {
                 name(at)

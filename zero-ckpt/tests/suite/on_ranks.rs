@@ -6,25 +6,11 @@ use std::sync::mpsc::channel;
 
 use zero_ckpt::{CkptError, Exchange, MANIFEST_NAME, Reader, Selection, StoreOptions, resolve};
 
-use crate::common::{STATES, assert_holds, bits, layout, loaded, on_ranks, save};
+use crate::common::{
+    STATES, assert_holds, bits, layout, loaded, on_ranks, read, saved, two_checkpoints,
+};
 
 const RANKS: u64 = 3;
-
-/// Steps 1 and 2 of seeds 1 and 2, each in a file a rank.
-fn two_checkpoints() -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    for step in [1, 2] {
-        let saved = save(
-            dir.path(),
-            &layout(RANKS, 4),
-            step,
-            step,
-            &StoreOptions::default(),
-        );
-        saved.into_iter().for_each(|outcome| drop(outcome.unwrap()));
-    }
-    dir
-}
 
 /// All ranks open the newest whole checkpoint.
 fn open(dir: &Path) -> Vec<Result<Reader, CkptError>> {
@@ -48,7 +34,7 @@ fn flip_last_byte(path: &Path) {
 
 #[test]
 fn all_ranks_open_the_one_that_rank_0_chose() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(RANKS, 4));
     open(dir.path())
         .into_iter()
         .for_each(|reader| assert_holds(&reader.unwrap(), &layout(RANKS, 4), 2));
@@ -61,7 +47,7 @@ fn all_ranks_open_the_one_that_rank_0_chose() {
 
 #[test]
 fn failure_of_rank_0_reaches_all() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(RANKS, 4));
     for step in [1, 2] {
         flip_last_byte(&shard(dir.path(), step, 2));
     }
@@ -82,7 +68,7 @@ fn failure_of_rank_0_reaches_all() {
 
 #[test]
 fn panic_of_rank_0_reaches_all() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(RANKS, 4));
     let errors = on_ranks(RANKS, |rank, world| {
         let find = || -> Result<Reader, CkptError> { std::panic::resume_unwind(Box::new("boom")) };
         let opened = Reader::open_on_ranks(dir.path(), rank, &mut world.rank(rank), find);
@@ -118,26 +104,23 @@ fn damage_is_found_by_the_rank_that_reads_it() {
     ];
 
     for (damage, reason) in damages {
-        let dir = two_checkpoints();
+        let dir = two_checkpoints(&layout(RANKS, 4));
         let layout = layout(RANKS, 4);
         let selection = Reader::open(dir.path()).unwrap().selection();
         damage(&shard(dir.path(), 2, 1));
         for rank in 0..RANKS {
             let reader = Reader::open_selected(dir.path(), &selection).unwrap();
-            let mut out = vec![0.0; layout.shard_elems() as usize];
-            let read = reader
-                .view(&layout)
-                .unwrap()
-                .read_storage(STATES[2], rank, &mut out);
+            let got = read(&reader, &layout, STATES[2], rank);
             match rank {
                 1 => assert!(
-                    read.as_ref().is_err_and(|e| e.to_string().contains(reason)),
-                    "{reason}: {read:?}"
+                    got.as_ref().is_err_and(|e| e.to_string().contains(reason)),
+                    "{reason}: {got:?}"
                 ),
-                rank => {
-                    read.unwrap();
-                    assert_eq!(bits(&out), loaded(&layout, rank, STATES[2], 2), "{reason}");
-                }
+                rank => assert_eq!(
+                    bits(&got.unwrap()),
+                    loaded(&layout, rank, STATES[2], 2),
+                    "{reason}"
+                ),
             }
         }
     }
@@ -145,7 +128,7 @@ fn damage_is_found_by_the_rank_that_reads_it() {
 
 #[test]
 fn replaced_checkpoint_is_not_opened() {
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(RANKS, 4));
     let selection = Reader::open(dir.path()).unwrap().selection();
     let named = dir.path().join("step-00000002");
     // By the directory or by the checkpoint's own path, and as JSON.
@@ -159,7 +142,7 @@ fn replaced_checkpoint_is_not_opened() {
         );
     }
 
-    save(
+    saved(
         dir.path(),
         &layout(RANKS, 4),
         2,
@@ -196,7 +179,7 @@ fn slow_check_is_announced() {
         }
     }
 
-    let dir = two_checkpoints();
+    let dir = two_checkpoints(&layout(RANKS, 4));
     let (announce, announced) = channel();
     let mut exchange = Sent(|| announce.send(()).unwrap_or_default(), 0);
     let path = dir.path();

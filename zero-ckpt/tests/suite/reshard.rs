@@ -1,6 +1,6 @@
 //! State saved at one world size, stage and alignment loads bit for bit at any other.
 
-use crate::common::{assert_holds, layout, meta, save, storage, units};
+use crate::common::{assert_holds, layout, meta, read, save, storage, units};
 use zero_ckpt::{CkptError, Reader, StoreOptions};
 use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec, ZeroStage};
 
@@ -38,20 +38,14 @@ fn repeated_resharding_keeps_every_bit() {
         let layout = layout(ranks, align);
         let states: Vec<Vec<Vec<f32>>> = (0..ranks)
             .map(|rank| {
-                let read = |state: &&str| match i {
+                let state_of = |state: &&str| match i {
                     0 => storage(&layout, rank, state, 99),
                     _ => {
                         let reader = Reader::open(dir.path()).unwrap();
-                        let mut out = vec![0.0; layout.shard_elems() as usize];
-                        reader
-                            .view(&layout)
-                            .unwrap()
-                            .read_storage(state, rank, &mut out)
-                            .unwrap();
-                        out
+                        read(&reader, &layout, state, rank).unwrap()
                     }
                 };
-                crate::common::STATES.iter().map(read).collect()
+                crate::common::STATES.iter().map(state_of).collect()
             })
             .collect();
         let stores: Vec<_> = (0..ranks)

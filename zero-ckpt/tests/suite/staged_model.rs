@@ -250,7 +250,7 @@ fn check_assembled(root: &Path, dir: &Path, model: &Model) {
 }
 
 proptest! {
-    #![proptest_config(cases(24))]
+    #![proptest_config(cases(48))]
 
     #[test]
     fn staged_saves_follow_the_model(acts in prop::collection::vec(act(), 1..8)) {

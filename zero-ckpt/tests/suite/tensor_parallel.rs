@@ -11,7 +11,7 @@ use zero_ckpt::{
 };
 use zero_shard::{Layout, ParamSpec, ShardError, TensorCut, TensorPart, UnitSpec};
 
-use crate::common::{STATES, World, bits, cases, value};
+use crate::common::{STATES, bits, cases, on_ranks, open, read, value};
 
 const ALIGN: u64 = 16;
 
@@ -216,9 +216,7 @@ fn reader_of_a_part_has_views_of_it() {
     let layout = local(&units, &cuts, part, 2);
     let reader = Reader::open(dir.path()).unwrap();
     let reader = reader.of_part(part, cut_of(&cuts)).unwrap();
-    let mut got = vec![f32::NAN; layout.shard_elems() as usize];
-    let view = reader.view(&layout).unwrap();
-    view.read_storage("master", 1, &mut got).unwrap();
+    let got = read(&reader, &layout, "master", 1).unwrap();
     let expected = storage(&units, &cuts, part, &layout, 1, "master");
     assert_eq!(bits(&got), bits(&expected));
 
@@ -336,24 +334,16 @@ fn staged_save_is_assembled() {
     let dir = tempfile::tempdir().unwrap();
     let (layout, states) = joined((&units, &cuts), [2, 1]);
     let save = |run: &str| {
-        let world = World::new(2);
-        let save = |rank: u64| {
-            let options = StoreOptions::default().run(run);
-            let exchange = &mut world.rank(rank);
-            let store = Store::create_on_ranks(dir.path(), rank, options, exchange, |_| Ok(()));
+        on_ranks(2, |rank, world| {
+            let store = open(dir.path(), rank, &crate::common::run(run), world);
             let shard = shard(&layout, rank, &states[rank as usize]);
             let meta = meta(&units, &cuts, 2);
-            let store = store.unwrap();
-            store.save(&meta, &shard, exchange).is_ok()
-        };
-        std::thread::scope(|scope| {
-            let other = scope.spawn(|| save(1));
-            (save(0), other.join().unwrap())
+            store.save(&meta, &shard, &mut world.rank(rank)).is_ok()
         })
     };
-    assert_eq!(save("a"), (true, true));
+    assert_eq!(save("a"), [true, true]);
     // Refused, because the checkpoint of this step is of another run; its files stay staged.
-    assert_eq!(save("b"), (false, false));
+    assert_eq!(save("b"), [false, false]);
     let new = dir.path().join("new");
     assemble(&new, &[dir.path()]).unwrap();
     let reader = Reader::open(&new).unwrap();

@@ -5,7 +5,8 @@ use zero_trainer::RankBytes;
 use zero_trainer::param_groups::{GroupSettings, ParamGroup};
 
 use super::identical::same;
-use super::support::{Case, Outcome};
+use super::resume::{continued, same_without_a_stop};
+use super::support::Case;
 
 fn groups(json: &str, no_decay_1d: bool) -> GroupSettings {
     GroupSettings {
@@ -70,10 +71,7 @@ fn stages_agree_to_the_bit() {
                 }
             }
             // Local sums, with frozen units that have no storage.
-            let local = Case {
-                reduce_every_micro_batch: false,
-                ..base
-            };
+            let local = base.with(|case| case.reduce_every_micro_batch = false);
             same(
                 &local.run_tiny(),
                 &Case { stage: 1, ..local }.run_tiny(),
@@ -88,14 +86,8 @@ fn rules_that_are_the_optimizers_change_nothing() {
     let json =
         r#"[{"kinds": ["bias"], "weight_decay": 0.0}, {"max_dims": 1, "betas": [0.9, 0.999]}]"#;
     for stage in [0, 2] {
-        let case = Case {
-            stage,
-            ..Case::default()
-        };
-        let grouped = Case {
-            groups: groups(json, false),
-            ..case.clone()
-        };
+        let case = Case::default().with(|case| case.stage = stage);
+        let grouped = case.with(|case| case.groups = groups(json, false));
         same(&case.run_tiny(), &grouped.run_tiny(), "the same rules");
     }
 }
@@ -114,11 +106,7 @@ fn frozen_tensors_stay_as_they_are() {
                 groups: groups.clone(),
                 ..Case::default()
             };
-            let short = Case {
-                steps: 1,
-                ..case.clone()
-            }
-            .run_tiny();
+            let short = case.with(|case| case.steps = 1).run_tiny();
             let long = case.run_tiny();
             let short = short.state();
             let long = long.state();
@@ -223,14 +211,6 @@ fn frozen_units_cost_nothing() {
     }
 }
 
-fn resumed(from: &Outcome, case: &Case) -> Outcome {
-    Case {
-        resume: Some(from.dir.path().to_owned()),
-        ..case.clone()
-    }
-    .run_tiny()
-}
-
 #[test]
 fn resume_with_groups() {
     for dtype in [DType::F32, DType::Bf16] {
@@ -242,19 +222,7 @@ fn resume_with_groups() {
                 groups: mixed(),
                 ..Case::default()
             };
-            let whole = case.run_tiny();
-            let first = Case {
-                steps: 2,
-                ..case.clone()
-            }
-            .run_tiny();
-            let rest = resumed(&first, &case);
-            assert_eq!(
-                whole.curve(),
-                [first.curve(), rest.curve()].concat(),
-                "{case:?}"
-            );
-            assert!(whole.state() == rest.state(), "{case:?}: final state");
+            same_without_a_stop(&case);
         }
     }
 }
@@ -263,28 +231,22 @@ fn resume_with_groups() {
 #[test]
 fn resume_across_ranks_stages_and_groups() {
     let all = [mixed(), upper(), GroupSettings::default()];
-    let at = |ranks, stage, steps, groups: &GroupSettings| Case {
+    let at = |(ranks, stage)| Case {
         ranks,
         stage,
-        steps,
         micro_batch: 12 / ranks,
-        groups: groups.clone(),
+        groups: all[0].clone(),
         ..Case::default()
     };
+    let mut last = continued(&[(4, 3), (2, 1), (3, 2), (1, 0), (2, 3)].map(at), None);
 
-    let mut last = at(4, 3, 2, &all[0]).run_tiny();
-    for (i, (ranks, stage)) in [(2, 1), (3, 2), (1, 0), (2, 3)].into_iter().enumerate() {
-        let done = 2 * (i as u64 + 1);
-        let only_loaded = resumed(&last, &at(ranks, stage, done, &all[0]));
-        assert!(
-            only_loaded.state() == last.state(),
-            "{ranks} ranks, stage {stage}: state as loaded and saved again"
-        );
-        last = resumed(&only_loaded, &at(ranks, stage, done + 2, &all[0]));
-    }
-
-    for (i, groups) in all.iter().enumerate() {
-        last = resumed(&last, &at(2, 2, 12 + i as u64, groups));
+    for (steps, groups) in (12..).zip(&all) {
+        let other = Case {
+            steps,
+            groups: groups.clone(),
+            ..at((2, 2))
+        };
+        last = other.resumed(&last);
         assert!(last.steps.iter().all(|step| step.loss.is_finite()));
     }
 }
@@ -309,10 +271,7 @@ fn bad_groups_are_refused() {
             groups: vec![group],
             no_decay_1d: false,
         };
-        let case = Case {
-            groups,
-            ..Case::default()
-        };
+        let case = Case::default().with(|case| case.groups = groups);
         let error = case.try_run(&case.tiny()).err().unwrap().to_string();
         assert!(error.contains(part), "{error}");
     }

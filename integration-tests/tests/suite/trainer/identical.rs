@@ -85,11 +85,9 @@ fn local_sums_agree() {
             ..Case::default()
         };
         let once = agree(&base, 0..2);
-        let each = Case {
-            reduce_every_micro_batch: true,
-            ..base
-        }
-        .run_tiny();
+        let each = base
+            .with(|case| case.reduce_every_micro_batch = true)
+            .run_tiny();
         assert_ne!(
             once.curve(),
             each.curve(),

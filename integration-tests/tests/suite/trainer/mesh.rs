@@ -14,6 +14,7 @@ use zero_shard::Sharding;
 use zero_trainer::{Home, MeshSettings, OffloadSettings, run_on_host_device};
 
 use super::identical::{cases, same};
+use super::resume::continued;
 use super::support::{Case, Outcome};
 use super::toy::Toy;
 use super::volumes::held_and_sent_are_the_formulas;
@@ -60,11 +61,7 @@ pub(super) fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
 /// have the same bits, HSDP those of HFSDP. `switches` has pairs of overlap and the place of the
 /// optimizer state.
 fn agrees(base: &Case, group: usize, limit: f64, switches: &[(bool, Home)]) {
-    let flat = Case {
-        stage: 2,
-        ..base.clone()
-    }
-    .run_tiny();
+    let flat = base.with(|case| case.stage = 2).run_tiny();
     let mut references: BTreeMap<bool, Outcome> = BTreeMap::new();
     for (stage, sharding) in shardings() {
         for (overlap, home) in switches {
@@ -135,11 +132,7 @@ fn two_groups_of_two_in_fp16_agree() {
 fn groups_of_one_have_the_bits_of_the_flat_run() {
     for grad_accum in [1, 3] {
         let base = case(3, DType::F32, grad_accum);
-        let flat = Case {
-            stage: 2,
-            ..base.clone()
-        }
-        .run_tiny();
+        let flat = base.with(|case| case.stage = 2).run_tiny();
         for (stage, sharding) in shardings() {
             let case = Case {
                 stage,
@@ -191,61 +184,29 @@ fn bytes_held_and_sent() {
 fn checkpoints_load_at_any_mesh() {
     use Sharding::{Hybrid, Replicated, Secondary};
     // 12 rows a step at any number of ranks.
-    let at = |ranks, stage, mesh, steps| Case {
+    let at = |(ranks, stage, mesh)| Case {
         ranks,
         stage,
         mesh,
-        steps,
         micro_batch: 12 / ranks,
         ..Case::default()
     };
     let flat = MeshSettings::default();
-    let uninterrupted = at(4, 3, flat, 10).run_tiny();
-    let mut last = at(4, 3, groups_of(2, Hybrid), 2).run_tiny();
-    for (i, (ranks, stage, mesh)) in [
+    let cases = [
+        (4, 3, groups_of(2, Hybrid)),
         (6, 2, groups_of(2, Replicated)),
         (4, 3, groups_of(1, Secondary)),
         (2, 1, flat),
         (6, 3, groups_of(3, Replicated)),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let done = 2 * (i as u64 + 1);
-        let resumed = |steps, from: &Outcome| {
-            Case {
-                resume: Some(from.dir.path().to_owned()),
-                ..at(ranks, stage, mesh, steps)
-            }
-            .run_tiny()
-        };
-        let what = format!("{ranks} ranks, stage {stage}, {mesh:?}");
-        let only_loaded = resumed(done, &last);
-        assert!(
-            only_loaded.state() == last.state(),
-            "{what}: as loaded and saved again"
-        );
-        last = resumed(done + 2, &only_loaded);
-        for (got, want) in last.steps.iter().zip(&uninterrupted.steps[done as usize..]) {
-            let error = (got.loss - want.loss).abs() / want.loss;
-            assert!(
-                error < 1e-6,
-                "{what}, step {}: loss differs by {error:e}",
-                got.step
-            );
-        }
-        assert_eq!(last.steps.len(), 2, "{what}");
-    }
+    ];
+    continued(&cases.map(at), Some(&at((4, 3, flat))));
 }
 
 /// A group without anything that is sharded between groups is no group.
 #[test]
 fn flat_groups_are_none() {
     let flat = case(4, DType::F32, 1);
-    let case = Case {
-        mesh: groups_of(2, Sharding::Flat),
-        ..flat.clone()
-    };
+    let case = flat.with(|case| case.mesh = groups_of(2, Sharding::Flat));
     same(&flat.run_tiny(), &case.run_tiny(), "groups that share all");
 }
 
@@ -339,10 +300,7 @@ fn offload_to_nvme_has_the_same_bits() {
             mesh: groups_of(2, sharding),
             ..base.clone()
         };
-        let case = Case {
-            offload,
-            ..on_device.clone()
-        };
+        let case = on_device.with(|case| case.offload = offload);
         match (stage, sharding) {
             // Sums of a micro-batch leave the device, and the replicas' sums with them.
             (3, Sharding::Replicated | Sharding::Hybrid) => {

@@ -52,16 +52,9 @@ fn kinds(stage: u64, dir: &Path) -> Vec<OffloadSettings> {
 /// micro-batch, too.
 fn agree(base: &Case) {
     let dir = folder();
-    let base = &Case {
-        reduce_every_micro_batch: true,
-        ..base.clone()
-    };
+    let base = &base.with(|case| case.reduce_every_micro_batch = true);
 
-    let reference = Case {
-        stage: 0,
-        ..base.clone()
-    }
-    .run_tiny();
+    let reference = base.with(|case| case.stage = 0).run_tiny();
     assert!(
         reference.steps.iter().any(|s| !s.skipped),
         "nothing was trained"
@@ -97,10 +90,7 @@ fn small_pieces() -> OptimizerConfig {
 
 #[test]
 fn fp32() {
-    agree(&Case {
-        optimizer: small_pieces(),
-        ..Case::default()
-    });
+    agree(&Case::default().with(|case| case.optimizer = small_pieces()));
 }
 
 #[test]
@@ -140,12 +130,7 @@ fn fp16_with_overflows() {
         ..Case::default()
     };
 
-    let steps = Case {
-        stage: 0,
-        ..base.clone()
-    }
-    .run_tiny()
-    .steps;
+    let steps = base.with(|case| case.stage = 0).run_tiny().steps;
     assert!(
         steps.iter().any(|s| s.skipped) && steps.iter().any(|s| !s.skipped),
         "no overflow, or nothing else"
@@ -208,11 +193,7 @@ fn resume_with_and_without() {
                 }
                 .run_tiny();
                 let resume = Some(saved.dir.path().join("step-00000003"));
-                let resumed = Case {
-                    resume: resume.clone(),
-                    ..second.clone()
-                }
-                .run_tiny();
+                let resumed = second.with(|case| case.resume = resume.clone()).run_tiny();
                 if ranks == 2 {
                     same(
                         &whole_from(&whole, 3),
@@ -220,11 +201,7 @@ fn resume_with_and_without() {
                         &format!("{first:?} then {second:?}"),
                     );
                 } else {
-                    let plain = Case {
-                        resume,
-                        ..without.clone()
-                    }
-                    .run_tiny();
+                    let plain = without.with(|case| case.resume = resume).run_tiny();
                     same(&plain, &resumed, &format!("{first:?} then {second:?}"));
                 }
             }
@@ -294,10 +271,7 @@ fn smaller_formats_follow_the_losses() {
                 format,
                 ..OffloadSettings::default()
             };
-            let small = losses(&Case {
-                offload,
-                ..base.clone()
-            });
+            let small = losses(&base.with(|case| case.offload = offload));
             let worst = plain
                 .iter()
                 .zip(&small)
@@ -336,10 +310,8 @@ fn remainders_need_no_offload() {
         ..Case::default()
     };
 
-    let [device, host] = [on_device, on_host].map(|offload| Case {
-        offload,
-        ..base.clone()
-    });
+    let [device, host] =
+        [on_device, on_host].map(|offload| base.with(|case| case.offload = offload));
 
     let half = |case: &Case, resume| {
         Case {
@@ -350,35 +322,25 @@ fn remainders_need_no_offload() {
         .run_tiny()
     };
 
-    let rest = |case: &Case, from: &super::support::Outcome| {
-        Case {
-            resume: Some(from.dir.path().to_owned()),
-            ..case.clone()
-        }
-        .run_tiny()
-    };
-
     for stage in 0..4 {
-        let [plain, device, host] = [&base, &device, &host].map(|case| Case {
-            stage,
-            ..case.clone()
-        });
+        let [plain, device, host] =
+            [&base, &device, &host].map(|case| case.with(|case| case.stage = stage));
         let [saved, saved_device, saved_host] =
             [&plain, &device, &host].map(|case| half(case, None));
         same(&saved_host, &saved_device, &format!("stage {stage}"));
         same(
-            &rest(&host, &saved_host),
-            &rest(&device, &saved_device),
+            &host.resumed(&saved_host),
+            &device.resumed(&saved_device),
             &format!("stage {stage}, resumed"),
         );
         same(
-            &rest(&host, &saved),
-            &rest(&device, &saved),
+            &host.resumed(&saved),
+            &device.resumed(&saved),
             &format!("stage {stage}, from fp32 masters"),
         );
         same(
-            &rest(&plain, &saved_host),
-            &rest(&plain, &saved_device),
+            &plain.resumed(&saved_host),
+            &plain.resumed(&saved_device),
             &format!("stage {stage}, to fp32 masters"),
         );
     }

@@ -204,10 +204,7 @@ fn next_forward_starts_before_the_last_update() {
 #[test]
 fn without_overlap_the_update_is_exposed() {
     let dir = tempfile::tempdir().unwrap();
-    let case = Case {
-        overlap: false,
-        ..offload(dir.path(), 2, false)
-    };
+    let case = offload(dir.path(), 2, false).with(|case| case.overlap = false);
     let ms = step_ms(&spans(
         &case,
         Costs {

@@ -65,10 +65,7 @@ fn skipped_step_changes_no_state() {
         };
         let outcome = all_skipped.run_tiny();
         assert!(outcome.steps.iter().all(|s| s.skipped));
-        let untouched = Case {
-            steps: 0,
-            ..all_skipped.clone()
-        };
+        let untouched = all_skipped.with(|case| case.steps = 0);
         let got = outcome.state();
         let start = untouched.run_tiny();
         assert!(start.steps.is_empty());
@@ -108,10 +105,8 @@ fn nan_in_any_dtype_is_skipped() {
         config.layer_norm_epsilon = f32::MAX; // its square root is finite, but activations vanish
         let fine = case.run(&workload);
         assert!(fine.steps.iter().all(|s| !s.skipped));
-        let case = Case {
-            optimizer: OptimizerConfig::default().lr(f64::from(f32::MAX)),
-            ..case
-        };
+        let case =
+            case.with(|case| case.optimizer = OptimizerConfig::default().lr(f64::from(f32::MAX)));
         let outcome = Case { steps: 4, ..case }.run_tiny();
         assert!(
             outcome.steps.last().unwrap().skipped,

@@ -1,18 +1,55 @@
 //! A resumed run is bit-identical to an uninterrupted one; at other ranks and stages the loaded
 //! state is bit-identical.
 
-use integration_tests::{GPT2, LLAMA, Oracle, QWEN2};
+use integration_tests::{GPT2, LLAMA, QWEN2};
 use zero_alloc::device::DType;
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
 
 use super::support::{Case, Outcome};
 
-fn resumed(from: &Outcome, case: &Case) -> Outcome {
-    Case {
-        resume: Some(from.dir.path().to_owned()),
-        ..case.clone()
+/// Each case trains two steps from the checkpoint of the one before it: the loaded state has the
+/// bits of the saved one, and the losses are those of a run of `uninterrupted`, if there is one,
+/// except for the order of sums. Returns the last run.
+pub(crate) fn continued(cases: &[Case], uninterrupted: Option<&Case>) -> Outcome {
+    let steps = 2 * cases.len() as u64;
+    let whole = uninterrupted.map(|case| case.with(|case| case.steps = steps).run_tiny());
+    let mut last = cases[0].with(|case| case.steps = 2).run_tiny();
+    for (case, done) in cases[1..].iter().zip((2..).step_by(2)) {
+        let until = |steps, from| case.with(|case| case.steps = steps).resumed(from);
+        let only_loaded = until(done, &last);
+        assert!(only_loaded.steps.is_empty(), "{case:?}");
+        assert!(
+            only_loaded.state() == last.state(),
+            "{case:?}: as loaded and saved again"
+        );
+
+        last = until(done + 2, &only_loaded);
+        assert_eq!(last.steps.len(), 2, "{case:?}");
+        let wanted = whole.iter().flat_map(|whole| &whole.steps[done as usize..]);
+        for (got, want) in last.steps.iter().zip(wanted) {
+            let error = (got.loss - want.loss).abs() / want.loss;
+            assert!(
+                error < 1e-6,
+                "{case:?}, step {}: loss differs by {error:e}",
+                got.step
+            );
+        }
     }
-    .run_tiny()
+    last
+}
+
+/// A run that is stopped after two steps and continued has the bits of one without a stop.
+pub(crate) fn same_without_a_stop(case: &Case) {
+    let whole = case.run_tiny();
+    let first = case.with(|case| case.steps = 2).run_tiny();
+    let rest = case.resumed(&first);
+    assert_eq!(rest.steps.len() as u64, case.steps - 2);
+    assert_eq!(
+        whole.curve(),
+        [first.curve(), rest.curve()].concat(),
+        "{case:?}"
+    );
+    assert!(whole.state() == rest.state(), "{case:?}: final state");
 }
 
 #[test]
@@ -26,20 +63,7 @@ fn the_same_bits_as_without_a_stop() {
                 steps: 6,
                 ..Case::default()
             };
-            let whole = case.run_tiny();
-            let first = Case {
-                steps: 2,
-                ..case.clone()
-            }
-            .run_tiny();
-            let rest = resumed(&first, &case);
-            assert_eq!(rest.steps.len(), 4);
-            assert_eq!(
-                whole.curve(),
-                [first.curve(), rest.curve()].concat(),
-                "{case:?}"
-            );
-            assert!(whole.state() == rest.state(), "{case:?}: final state");
+            same_without_a_stop(&case);
         }
     }
 }
@@ -69,7 +93,7 @@ fn in_another_dtype() {
         (DType::F32, DType::F16),
     ] {
         let first = case(from, 2).run_tiny();
-        let rest = resumed(&first, &case(to, 3));
+        let rest = case(to, 3).resumed(&first);
         let anew = case(to, 1).run_tiny().steps[0].loss_scale;
         assert_eq!(rest.steps[0].loss_scale, anew, "{from} -> {to}");
         let whole = case(from, 3).run_tiny().steps[2].loss;
@@ -78,45 +102,18 @@ fn in_another_dtype() {
     }
 }
 
-/// (Ranks, stage) (4, 3) -> (2, 1) -> (3, 2) -> (1, 0): the loaded state has the bits of the saved
-/// one, and the loss curve equals an uninterrupted run's except for the order of sums.
+/// 12 rows a step at any number of ranks, so that all runs train on the same data.
 #[test]
 fn across_ranks_and_stages() {
     for oracle in [GPT2, LLAMA, QWEN2] {
-        resume_across_ranks_and_stages(oracle);
-    }
-}
-
-fn resume_across_ranks_and_stages(oracle: Oracle) {
-    // 12 rows a step at any number of ranks, so that all runs train on the same data.
-    let at = |ranks, stage, steps| Case {
-        oracle,
-        ranks,
-        stage,
-        steps,
-        micro_batch: 12 / ranks,
-        ..Case::default()
-    };
-
-    let uninterrupted = at(4, 3, 8).run_tiny();
-    let mut last = at(4, 3, 2).run_tiny();
-    for (i, (ranks, stage)) in [(2, 1), (3, 2), (1, 0)].into_iter().enumerate() {
-        let done = 2 * (i as u64 + 1);
-        let only_loaded = resumed(&last, &at(ranks, stage, done));
-        assert!(only_loaded.steps.is_empty());
-        assert!(
-            only_loaded.state() == last.state(),
-            "{ranks} ranks, stage {stage}: state as loaded and saved again"
-        );
-        last = resumed(&only_loaded, &at(ranks, stage, done + 2));
-        for (got, want) in last.steps.iter().zip(&uninterrupted.steps[done as usize..]) {
-            let error = (got.loss - want.loss).abs() / want.loss;
-            assert!(
-                error < 1e-6,
-                "{ranks} ranks, stage {stage}, step {}: loss differs by {error:e}",
-                got.step
-            );
-        }
-        assert_eq!(last.steps.len(), 2);
+        let at = |(ranks, stage)| Case {
+            oracle,
+            ranks,
+            stage,
+            micro_batch: 12 / ranks,
+            ..Case::default()
+        };
+        let cases = [(4, 3), (2, 1), (3, 2), (1, 0)].map(at);
+        continued(&cases, Some(&cases[0]));
     }
 }

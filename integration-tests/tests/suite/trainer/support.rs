@@ -88,6 +88,21 @@ impl Default for Case {
     }
 }
 
+impl Case {
+    /// This case with a change.
+    pub(crate) fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
+        let mut changed = self.clone();
+        change(&mut changed);
+        changed
+    }
+
+    /// Continues the checkpoint of `from` with the oracle's model.
+    pub(crate) fn resumed(&self, from: &Outcome) -> Outcome {
+        self.with(|case| case.resume = Some(from.dir.path().to_owned()))
+            .run_tiny()
+    }
+}
+
 /// The result of a run.
 pub(crate) struct Outcome {
     /// Rank 0's metrics of each step.

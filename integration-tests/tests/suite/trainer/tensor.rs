@@ -24,6 +24,7 @@ use zero_trainer::{
 };
 
 use super::identical::{cases, same};
+use super::resume::continued;
 use super::support::{Case, Outcome};
 use super::toy::Toy;
 use super::ulysses::{Largest, Packed, close, linear};
@@ -65,10 +66,8 @@ fn whole(case: &Case) -> Outcome {
 /// parallelism.
 fn stages_agree(oracle: Oracle, data_ranks: usize, ranks: usize) {
     for sequence_parallel in [false, true] {
-        let base = Case {
-            sequence_parallel,
-            ..case(oracle, data_ranks, ranks)
-        };
+        let base =
+            case(oracle, data_ranks, ranks).with(|case| case.sequence_parallel = sequence_parallel);
         stages_of(&base);
     }
 }
@@ -77,10 +76,7 @@ fn stages_of(base: &Case) {
     let want = whole(base);
     let mut first: Option<Outcome> = None;
     for stage in 0..4 {
-        let case = Case {
-            stage,
-            ..base.clone()
-        };
+        let case = base.with(|case| case.stage = stage);
         let outcome = case.run_tiny();
         match &first {
             Some(first) => same(first, &outcome, &format!("{case:?}")),
@@ -110,40 +106,22 @@ fn llama_at_every_stage() {
 #[test]
 fn switches_keep_the_bits() {
     for oracle in [GPT2, LLAMA] {
-        let base = Case {
-            grad_accum: 2,
-            ..case(oracle, 2, 2)
-        };
+        let base = case(oracle, 2, 2).with(|case| case.grad_accum = 2);
         let reference = base.run_tiny();
         close(&reference, &whole(&base), 1e-6, "accumulating");
 
-        let checkpointing = Case {
-            activation_checkpointing: true,
-            ..base.clone()
-        };
-        let dividing = Case {
-            sequence_parallel: true,
-            ..base.clone()
-        };
+        let checkpointing = base.with(|case| case.activation_checkpointing = true);
+        let dividing = base.with(|case| case.sequence_parallel = true);
         let divided = dividing.run_tiny();
         close(&divided, &whole(&base), 1e-6, "dividing tokens");
-        let checkpointing_too = Case {
-            activation_checkpointing: true,
-            ..dividing
-        };
+        let checkpointing_too = dividing.with(|case| case.activation_checkpointing = true);
         same(
             &divided,
             &checkpointing_too.run_tiny(),
             "dividing tokens, checkpointing",
         );
-        let partitioning = Case {
-            partition_activations: true,
-            ..checkpointing.clone()
-        };
-        let serial = Case {
-            overlap: false,
-            ..base.clone()
-        };
+        let partitioning = checkpointing.with(|case| case.partition_activations = true);
+        let serial = base.with(|case| case.overlap = false);
         let offloading = Case {
             offload: OffloadSettings {
                 optimizer: Home::Host,
@@ -160,16 +138,8 @@ fn switches_keep_the_bits() {
 
 #[test]
 fn bf16_agrees() {
-    let base = Case {
-        dtype: DType::Bf16,
-        ..case(LLAMA, 2, 2)
-    };
-    let got = base.run_tiny();
-    let want = whole(&base);
-    for (got, want) in got.steps.iter().zip(&want.steps) {
-        let error = (got.loss - want.loss).abs() / want.loss;
-        assert!(error < 3e-3, "step {}: {error:e}", got.step);
-    }
+    let base = case(LLAMA, 2, 2).with(|case| case.dtype = DType::Bf16);
+    close(&base.run_tiny(), &whole(&base), 3e-3, "bf16");
 }
 
 /// A loss scale falls on all ranks in the same steps, though one part of the parameters overflows.
@@ -185,10 +155,7 @@ fn overflow_skips_on_all_ranks() {
         ..case(GPT2, 2, 2)
     };
     for stage in [1, 3] {
-        let case = Case {
-            stage,
-            ..base.clone()
-        };
+        let case = base.with(|case| case.stage = stage);
         let outcome = case.run_tiny();
         let skipped = |skips| outcome.steps.iter().any(|step| step.skipped == skips);
         assert!(skipped(true) && skipped(false), "{case:?}");
@@ -314,39 +281,13 @@ fn groups_of_parameters() {
 #[test]
 fn checkpoints_load_at_any_number_of_parts() {
     // 8 rows a step at any number of data ranks.
-    let at = |data_ranks, ranks, stage, steps| Case {
+    let at = |(data_ranks, ranks, stage)| Case {
         stage,
-        steps,
         micro_batch: 8 / data_ranks,
         ..case(QWEN2, data_ranks, ranks)
     };
-    let uninterrupted = at(4, 1, 3, 10).run_tiny();
-    let mut last = at(2, 2, 3, 2).run_tiny();
-    for (i, (data_ranks, ranks, stage)) in [(1, 4, 2), (4, 1, 3), (1, 2, 1), (2, 4, 3)]
-        .into_iter()
-        .enumerate()
-    {
-        let done = 2 * (i as u64 + 1);
-        let resumed = |steps, from: &Outcome| {
-            Case {
-                resume: Some(from.dir.path().to_owned()),
-                ..at(data_ranks, ranks, stage, steps)
-            }
-            .run_tiny()
-        };
-        let what = format!("{data_ranks} x {ranks} ranks, stage {stage}");
-        let only_loaded = resumed(done, &last);
-        assert!(
-            only_loaded.state() == last.state(),
-            "{what}: as loaded and saved again"
-        );
-        last = resumed(done + 2, &only_loaded);
-        for (got, want) in last.steps.iter().zip(&uninterrupted.steps[done as usize..]) {
-            let error = (got.loss - want.loss).abs() / want.loss;
-            assert!(error < 1e-6, "{what}, step {}: {error:e}", got.step);
-        }
-        assert_eq!(last.steps.len(), 2, "{what}");
-    }
+    let cases = [(2, 2, 3), (1, 4, 2), (4, 1, 3), (1, 2, 1), (2, 4, 3)].map(at);
+    continued(&cases, Some(&at((4, 1, 3))));
 }
 
 /// Bytes of activations that a rank holds and exchanges, with partitioned activations or without.
@@ -373,10 +314,7 @@ fn bytes_held_and_sent() {
 
     // By hand: 3 blocks, 2 rows of 32 tokens of 64 elements. Kept are the inputs of the blocks and of
     // the head; of four ranks each keeps a quarter of them, and two whole rows.
-    let base = Case {
-        activation_checkpointing: true,
-        ..case(GPT2, 1, 4)
-    };
+    let base = case(GPT2, 1, 4).with(|case| case.activation_checkpointing = true);
     let of = |partition_activations, sequence_parallel| {
         let case = Case {
             partition_activations,
@@ -598,10 +536,7 @@ fn refusals_say_what_to_change() {
     });
     assert!(error.contains("do not divide the 31 tokens"), "{error}");
 
-    let case = Case {
-        ranks: 3,
-        ..case(GPT2, 1, 2)
-    };
+    let case = case(GPT2, 1, 2).with(|case| case.ranks = 3);
     let error = case.try_run(&case.tiny()).err().unwrap().to_string();
     assert!(error.contains("divides the 3 ranks"), "{error}");
     let toy = Toy::new(&[vec![40], vec![7]], true);

@@ -15,6 +15,7 @@ use zero_trainer::{Home, MeshSettings, OffloadSettings, RankSummary};
 use super::identical::{cases, same};
 use super::mesh::close;
 use super::on_ranks::on_ranks;
+use super::resume::continued;
 use super::support::{Case, Outcome};
 use super::toy::Toy;
 use super::volumes::held_and_sent_are_the_formulas;
@@ -204,30 +205,14 @@ fn between_bytes(outcome: &Outcome, stage: u64, level: usize, routing: Routing) 
 #[test]
 fn checkpoints_load_without_levels() {
     for stage in 1..4 {
-        let at = |mesh, steps, from: Option<&Outcome>| {
-            Case {
-                stage,
-                mesh,
-                steps,
-                resume: from.map(|from| from.dir.path().to_owned()),
-                ..case(6, DType::F32, 1)
-            }
-            .run_tiny()
+        let at = |mesh| Case {
+            stage,
+            mesh,
+            ..case(6, DType::F32, 1)
         };
-        let ring = MeshSettings::default();
-        let whole_run = at(ring, 6, None);
-        for (first, second) in [(levels_of(2), ring), (ring, levels_of(3))] {
-            let what = format!("stage {stage}, {first:?} to {second:?}");
-            let saved = at(first, 3, None);
-            let loaded = at(second, 3, Some(&saved));
-            assert!(loaded.state() == saved.state(), "{what}: as loaded");
-            let resumed = at(second, 6, Some(&loaded));
-            assert_eq!(resumed.steps.len(), 3, "{what}");
-            for (got, want) in resumed.steps.iter().zip(&whole_run.steps[3..]) {
-                let error = (got.loss - want.loss).abs() / want.loss;
-                assert!(error < 1e-6, "{what}, step {}: {error:e}", got.step);
-            }
-        }
+        let ring = at(MeshSettings::default());
+        let cases = [at(levels_of(2)), ring.clone(), at(levels_of(3))];
+        continued(&cases, Some(&ring));
     }
 }
 

@@ -203,11 +203,9 @@ proptest! {
 
 #[test]
 fn evaluates_only_at_the_end_without_an_interval() {
-    let outcome = Case {
-        validation: every(0, 1),
-        ..Case::default()
-    }
-    .run_tiny();
+    let outcome = Case::default()
+        .with(|case| case.validation = every(0, 1))
+        .run_tiny();
     assert_eq!(
         results(&outcome).iter().map(|r| r.0).collect::<Vec<_>>(),
         [4]

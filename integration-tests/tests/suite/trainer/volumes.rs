@@ -183,10 +183,7 @@ fn padding_is_below_an_alignment_unit_a_shard() {
 
 #[test]
 fn stage_three_gathers_the_head_once_and_the_rest_twice() {
-    let case = Case {
-        ranks: 4,
-        ..Case::default()
-    };
+    let case = Case::default().with(|case| case.ranks = 4);
     let outcome = case.run_tiny();
     let units = outcome.layout.units();
     // The embedding is gathered twice, too: for its forward and for the tied head. Its backward
@@ -200,11 +197,9 @@ fn stage_three_gathers_the_head_once_and_the_rest_twice() {
 fn buckets_are_constant_as_the_model_grows() {
     for stage in 0..3 {
         let bytes = |units: &[Vec<u64>]| {
-            let outcome = Case {
-                stage,
-                ..Case::default()
-            }
-            .run(&Toy::new(units, false));
+            let outcome = Case::default()
+                .with(|case| case.stage = stage)
+                .run(&Toy::new(units, false));
             outcome.steps.last().unwrap().memory.buckets_bytes
         };
         let small = bytes(&[vec![100], vec![50]]);
@@ -216,11 +211,9 @@ fn buckets_are_constant_as_the_model_grows() {
 #[test]
 fn stage_three_holds_two_units_beside_its_buckets() {
     let units = vec![vec![8192u64]; 6];
-    let outcome = Case {
-        bucket_elems: 64,
-        ..Case::default()
-    }
-    .run(&Toy::new(&units, false));
+    let outcome = Case::default()
+        .with(|case| case.bucket_elems = 64)
+        .run(&Toy::new(&units, false));
     let most = outcome.steps.last().unwrap().memory.buckets_bytes;
     assert_eq!(
         most,

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use clap::{Args, ValueEnum};
 
 use crate::flags::{DTypeFlag, model_help, parse_gpu_memory, parse_params, parse_whole};
-use crate::settings::args::{MeshArgs, OffloadArgs};
+use crate::settings::args::{MeshArgs, OffloadArgs, TrainArgs};
 
 /// The architectures that a shape can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -129,6 +129,21 @@ pub struct PlanArgs {
 }
 
 impl PlanArgs {
+    /// The settings that a plan has in common with `zero train`, but for offload.
+    pub(super) fn settings(&self) -> TrainArgs {
+        let given = |flag: bool| flag.then_some(true);
+        TrainArgs {
+            dtype: self.dtype,
+            activation_checkpointing: given(self.activation_checkpointing),
+            partition_activations: given(self.partition_activations),
+            sequence_parallel: given(self.sequence_parallel),
+            reduce_every_micro_batch: given(self.reduce_every_micro_batch),
+            bucket_elems: self.bucket_elems.map(|elems| elems as usize),
+            mesh: self.mesh,
+            ..TrainArgs::default()
+        }
+    }
+
     /// GPUs of all nodes; 0 if neither `--gpus` nor `--hardware` says them.
     pub(super) fn gpus(&self) -> u64 {
         self.gpus.unwrap_or(0)

@@ -16,7 +16,7 @@ use crate::flags::{check_positive, check_seq_len, find_config};
 use crate::settings::args::{Collectives, TrainArgs};
 use crate::settings::collectives;
 use crate::settings::mesh;
-use crate::settings::offload::{self, MIN_SUB_GROUP_ELEMS, Offloaded};
+use crate::settings::offload::{self, Offloaded};
 use crate::settings::record::RunRecord;
 use crate::settings::sources::{Sources, of_file};
 use zero_models::ModelConfig;
@@ -131,60 +131,22 @@ impl Request {
         let seq_len = args.seq_len.unwrap_or(positions);
         check_seq_len(seq_len, config)?;
         let zero = file.as_ref().map(|f| f.zero_for(model.shape.hidden));
-        let zero = zero.as_ref();
-        let mesh = mesh(args, file.as_deref(), zero)?;
-        let model = model.cut(mesh.tensor_ranks.unwrap_or(1))?;
-        let flags = [args.partition_activations, args.sequence_parallel];
-        mesh::check_tensor_flags(&mesh, flags, "GPUs")?;
-        let batch = file.as_ref().map(|f| f.batch).unwrap_or_default();
-        let batches = args.gpus() / mesh.ranks_of_batch() as u64;
-        let batch = batch
-            .resolve(batches, args.micro_batch, args.grad_accum, 1)
-            .map_err(CliError::usage)?;
-        let blocks = file.as_ref().and_then(|file| file.activation_checkpointing);
-        let checkpointing = args.activation_checkpointing || blocks.is_some();
-        let of_file = file
+        let (run, options) = run_of(args, file.as_deref(), zero.as_ref(), &mut notices)?;
+        let with_stage = file
             .as_ref()
-            .map_or(DType::Bf16, |file| configured_dtype(file));
-        let dtype = args.dtype.map_or(of_file, DType::from);
-        let run = Offloaded {
-            stage: ZeroStage::Three,
-            dtype,
-            checkpointing,
-        };
-
-        let offload = offload(args, file.as_deref(), run, &mut notices)?;
-        let sub_group = zero.and_then(|z| z.sub_group_elems).unwrap_or(u64::MAX);
-        let sub_group = sub_group.max(MIN_SUB_GROUP_ELEMS) as usize;
-        let has_stage = file
-            .as_ref()
-            .is_some_and(|file| !file.is_auto("zero_optimization.stage"));
-        let configured_stage = zero.filter(|_| has_stage);
-        let partitions =
-            args.partition_activations || blocks.is_some_and(|blocks| blocks.partition_activations);
+            .filter(|file| !file.is_auto("zero_optimization.stage"));
 
         let request = Self {
-            model: Arc::new(model),
+            model: Arc::new(model.cut(run.mesh.tensor_ranks.unwrap_or(1))?),
             options: ModelOptions {
                 seq_len: seq_len as usize,
-                partition_activations: mesh.tensor_ranks.is_some() && partitions,
-                sequence_parallel: args.sequence_parallel,
-                activation_checkpointing: checkpointing,
-                ..options(batch.micro_batch)
+                ..options
             },
-            run: Settings {
-                mesh,
-                grad_accum_steps: batch.grad_accum as usize,
-                reduce_every_micro_batch: args.reduce_every_micro_batch,
-                bucket_capacity_elems: args.bucket_elems.map_or(usize::MAX, |n| n as usize),
-                optimizer: OptimizerConfig::default().sub_group_elems(sub_group),
-                offload,
-                ..Settings::new(ZeroStage::Three, dtype, zero_models::param_kind)
-            },
+            run,
             recompute_gelu: args.recompute_gelu,
             trims_bucket: args.bucket_elems.is_none(),
-            configured_stage: configured_stage
-                .and_then(|zero| ZeroStage::from_number(zero.stage.into())),
+            configured_stage: with_stage
+                .and_then(|file| ZeroStage::from_number(file.zero.stage.into())),
             machine: MachineSize {
                 gpus: args.gpus(),
                 nodes: args.nodes,
@@ -207,18 +169,18 @@ impl Request {
     /// # Errors
     /// As [`Request::new`].
     pub(crate) fn with_run(&self, args: &PlanArgs) -> Result<Self, CliError> {
-        let run = Offloaded {
-            stage: ZeroStage::Three,
-            dtype: self.run.dtype,
-            checkpointing: args.activation_checkpointing,
+        let (run, options) = run_of(args, None, None, &mut Vec::new())?;
+        let request = Self {
+            options: ModelOptions {
+                seq_len: self.options.seq_len,
+                ..options
+            },
+            run,
+            trims_bucket: args.bucket_elems.is_none(),
+            ..self.clone()
         };
-        let mut request = self.clone();
-        request.run.mesh = mesh(args, None, None)?;
-        request.run.offload = offload(args, None, run, &mut Vec::new())?;
-        request.options.activation_checkpointing = args.activation_checkpointing;
-        request.run.bucket_capacity_elems = args.bucket_elems.map_or(usize::MAX, |n| n as usize);
-        request.trims_bucket = args.bucket_elems.is_none();
-        request.with_batch(args.micro_batch.unwrap_or(1), args.grad_accum.unwrap_or(1))
+        request.check_shares()?;
+        Ok(request)
     }
 
     /// The same run with another batch.
@@ -493,19 +455,60 @@ fn check_gpus(args: &PlanArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// The groups of ranks. They and the nodes divide each other.
-fn mesh(
+/// The run of `args`: its settings, but for what its stage decides, and the options of its model.
+///
+/// # Errors
+/// Flags or keys of the file that the run cannot follow.
+fn run_of(
     args: &PlanArgs,
     file: Option<&DsConfig>,
     zero: Option<&ZeroOptimization>,
-) -> Result<MeshSettings, CliError> {
-    let flags = TrainArgs {
-        mesh: args.mesh,
-        ..TrainArgs::default()
-    };
+    notices: &mut Vec<String>,
+) -> Result<(Settings, ModelOptions), CliError> {
     let of_file = file.map(|file| of_file(file, zero)).unwrap_or_default();
-    let from = Sources::new(&flags, &of_file, TrainArgs::default());
-    let mesh = mesh::planned(&from, args.gpus())?;
+    let from = Sources::new(&args.settings(), &of_file, TrainArgs::default());
+    let all = &from.all;
+    let mesh = mesh(args, &from)?;
+    let flags = [args.partition_activations, args.sequence_parallel];
+    mesh::check_tensor_flags(&mesh, flags, "GPUs")?;
+
+    let batch = file.map(|file| file.batch).unwrap_or_default();
+    let batches = args.gpus() / mesh.ranks_of_batch() as u64;
+    let batch = batch
+        .resolve(batches, args.micro_batch, args.grad_accum, 1)
+        .map_err(CliError::usage)?;
+    let dtype = all.dtype.map_or_else(|| default_dtype(file), DType::from);
+    let checkpointing = all.activation_checkpointing.unwrap_or(false);
+    let run = Offloaded {
+        stage: ZeroStage::Three,
+        dtype,
+        checkpointing,
+    };
+    let offload = offload(args, file, run, notices)?;
+    let sub_group = all.unflagged.sub_group_elems.unwrap_or(usize::MAX);
+    let has_parts = mesh.tensor_ranks.is_some();
+
+    let settings = Settings {
+        mesh,
+        grad_accum_steps: batch.grad_accum as usize,
+        reduce_every_micro_batch: all.reduce_every_micro_batch.unwrap_or(false),
+        bucket_capacity_elems: all.bucket_elems.unwrap_or(usize::MAX),
+        optimizer: OptimizerConfig::default().sub_group_elems(sub_group),
+        offload,
+        ..Settings::new(ZeroStage::Three, dtype, zero_models::param_kind)
+    };
+    let options = ModelOptions {
+        partition_activations: has_parts && all.partition_activations.unwrap_or(false),
+        sequence_parallel: has_parts && all.sequence_parallel.unwrap_or(false),
+        activation_checkpointing: checkpointing,
+        ..options(batch.micro_batch)
+    };
+    Ok((settings, options))
+}
+
+/// The groups of ranks. They and the nodes divide each other.
+fn mesh(args: &PlanArgs, from: &Sources) -> Result<MeshSettings, CliError> {
+    let mesh = mesh::planned(from, args.gpus())?;
     let of_node = args.gpus() / args.nodes;
     let tensor_ranks = mesh.tensor_ranks.unwrap_or(1) as u64;
     if !of_node.is_multiple_of(tensor_ranks) {
@@ -560,12 +563,13 @@ fn offload(
     Ok(offload)
 }
 
-/// The type that the file selects. `"auto"` is the default of a plan, and without a choice it is
-/// DeepSpeed's.
-fn configured_dtype(file: &DsConfig) -> DType {
-    let is_auto = file.is_auto("bf16.enabled") || file.is_auto("fp16.enabled");
-    file.dtype
-        .unwrap_or(if is_auto { DType::Bf16 } else { DType::F32 })
+/// The type without a choice: a plan's default, also for `"auto"`, or DeepSpeed's for a file.
+fn default_dtype(file: Option<&DsConfig>) -> DType {
+    let is_auto = |file: &DsConfig| file.is_auto("bf16.enabled") || file.is_auto("fp16.enabled");
+    match file {
+        Some(file) if !is_auto(file) => DType::F32,
+        _ => DType::Bf16,
+    }
 }
 
 /// The model.

@@ -269,13 +269,6 @@ fn evaluate_with(
         layout.parts(),
         model.host_activations_bytes,
     );
-    let (sent, node_egress_bytes) = sent(layout, &over_groups, &settings)?;
-    let all_to_all_bytes = all_to_all_bytes(request);
-    let of_parts = tensor_bytes(request);
-    // Each GPU of a node's tensor parallelism sends to other nodes what the first does.
-    let cut = request.tensor_ranks() as u64;
-    let node_egress_bytes = node_egress_bytes.saturating_mul(cut);
-    let of_node = (request.machine.gpus / request.machine.nodes / cut) as usize;
     let on_host = host_rank_bytes(request, &settings, layout.parts());
     let total_bytes = match on_host {
         Some(bytes) => bytes,
@@ -322,24 +315,7 @@ fn evaluate_with(
         wear,
         on_cores,
         process_bytes: on_cores.and_then(|rank| process_bytes(request, &rank)),
-        sent: Sent {
-            reduce_scatter_bytes: sent
-                .reduce_scatter_bytes
-                .saturating_add(of_parts.reduce_scatter),
-            all_gather_bytes: sent.all_gather_bytes.saturating_add(of_parts.all_gather),
-            all_reduce_bytes: sent.all_reduce_bytes.saturating_add(of_parts.all_reduce),
-            all_to_all_bytes,
-            total_bytes: sent
-                .total_bytes()
-                .saturating_add(all_to_all_bytes)
-                .saturating_add(of_parts.total()),
-            node_egress_bytes: node_egress_bytes.saturating_add(
-                settings
-                    .mesh
-                    .sequence_egress_bytes(of_node, all_to_all_bytes)
-                    .saturating_mul(cut),
-            ),
-        },
+        sent: all_sent(request, layout, &over_groups, &settings)?,
         fits: request
             .machine
             .gpu_memory_bytes
@@ -347,6 +323,40 @@ fn evaluate_with(
         largest_model_params: None,
         longest_seq_len: None,
         simulated: None,
+    })
+}
+
+/// Upper bounds of all bytes that a rank sends in a step, and that leave a node. `layout` has the
+/// nodes, `over_groups` the groups.
+fn all_sent(
+    request: &Request,
+    layout: &GridLayout,
+    over_groups: &GridLayout,
+    settings: &Settings,
+) -> Result<Sent, ShardError> {
+    let (sent, node_egress_bytes) = sent(layout, over_groups, settings)?;
+    let all_to_all_bytes = all_to_all_bytes(request);
+    let of_parts = tensor_bytes(request);
+    // Each GPU of a node's tensor parallelism sends to other nodes what the first does.
+    let cut = request.tensor_ranks() as u64;
+    let of_node = (request.machine.gpus / request.machine.nodes / cut) as usize;
+    let mesh = &settings.mesh;
+    let sequences_egress_bytes = mesh.sequence_egress_bytes(of_node, all_to_all_bytes);
+
+    Ok(Sent {
+        reduce_scatter_bytes: sent
+            .reduce_scatter_bytes
+            .saturating_add(of_parts.reduce_scatter),
+        all_gather_bytes: sent.all_gather_bytes.saturating_add(of_parts.all_gather),
+        all_reduce_bytes: sent.all_reduce_bytes.saturating_add(of_parts.all_reduce),
+        all_to_all_bytes,
+        total_bytes: sent
+            .total_bytes()
+            .saturating_add(all_to_all_bytes)
+            .saturating_add(of_parts.total()),
+        node_egress_bytes: node_egress_bytes
+            .saturating_mul(cut)
+            .saturating_add(sequences_egress_bytes.saturating_mul(cut)),
     })
 }
 
@@ -376,8 +386,7 @@ fn tensor_bytes(request: &Request) -> TensorBytes {
     }
 }
 
-/// Upper bounds of the bytes that a rank sends in a step, and that leave a node. `layout` has the
-/// nodes, `over_groups` the groups.
+/// The same of the collectives of ZeRO alone.
 fn sent(
     layout: &GridLayout,
     over_groups: &GridLayout,

@@ -16,7 +16,7 @@ use proptest::test_runner::TestRunner;
 
 use crate::monitors::{agree_with_metrics, event_files};
 use crate::place;
-use crate::support::{data, signal, temp, tiny, wait_until, zero};
+use crate::support::{data, signal, temp, tiny, wait_until, words, zero};
 
 /// Starts `zero` in `dir` without output.
 fn start(dir: &Path, args: &[&str]) -> Child {
@@ -61,14 +61,7 @@ fn killed_run_goes_on_in_its_files() {
     let dir = dir.path();
     let (model, tokens) = (data("model"), data("tokens.u16.bin"));
     let outputs = ["--metrics", "m", "--tensorboard", "t", "--csv", "t.csv"];
-    let saves = [
-        "--steps",
-        "1000000",
-        "--checkpoint",
-        "c",
-        "--checkpoint-every",
-        "3",
-    ];
+    let saves = words("--steps 1000000 --checkpoint c --checkpoint-every 3");
     let first = tiny(&model, &tokens, &[&outputs[..], &saves].concat());
     let again = vec!["train", "--resume", "c"];
     let rows = || whole_lines(&dir.join("t.csv")).len();
@@ -283,33 +276,17 @@ fn readers_beside_a_run_find_its_newest_checkpoint() {
     let mut run = started_by(dir, "exec \"$@\"", &saves).spawn().unwrap();
     wait_until("a checkpoint", || dir.join("c/latest").exists());
 
-    let readers: [&[&str]; 5] = [
-        &["ckpt", "verify", "c"],
-        &["ckpt", "inspect", "c"],
-        &["ckpt", "export", "c", "model"],
-        &[
-            "generate",
-            "--checkpoint",
-            "c",
-            "--token-ids",
-            "1,2",
-            "--tokens",
-            "1",
-        ],
-        &[
-            "train",
-            "--resume",
-            "c",
-            "--checkpoint",
-            "d",
-            "--steps",
-            "1",
-        ],
+    let readers = [
+        "ckpt verify c",
+        "ckpt inspect c",
+        "ckpt export c model",
+        "generate --checkpoint c --token-ids 1,2 --tokens 1",
+        "train --resume c --checkpoint d --steps 1",
     ];
     for _ in 0..3 {
         for reader in readers {
             steps_go_on(&mut run, dir);
-            let output = zero(dir, reader);
+            let output = zero(dir, &words(reader));
             let text = String::from_utf8_lossy(&output.stderr);
             assert!(output.status.success(), "{reader:?}: {text}");
             assert!(!text.contains("skipped"), "{text}");

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{data, lines, succeeds, tiny, zero};
+use crate::support::{data, lines, succeeds, tiny, words, zero};
 
 /// Runs three steps of the tiny model in `dir`; returns the output.
 fn run(dir: &Path, more: &[&str]) -> String {
@@ -108,16 +108,7 @@ fn tokens_and_time_left_are_counted() {
     run(dir.path(), &["--metrics", "m", "--checkpoint", "c"]);
     run(
         dir.path(),
-        &[
-            "--resume",
-            "c",
-            "--steps",
-            "5",
-            "--ranks",
-            "1",
-            "--metrics",
-            "m",
-        ],
+        &words("--resume c --steps 5 --ranks 1 --metrics m"),
     );
 
     let steps = lines(&dir.path().join("m"));

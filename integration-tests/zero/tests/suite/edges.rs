@@ -9,7 +9,9 @@ use serde_json::Value;
 use zero_models::gpt2::config::GptConfig;
 
 use crate::place;
-use crate::support::{data, fails, run_tiny, signal, succeeds, temp, tiny, write_model, zero};
+use crate::support::{
+    data, fails, run_tiny, signal, succeeds, temp, tiny, words, write_model, zero,
+};
 
 /// Starts a run that does not end by itself and waits for its third step.
 fn endless(dir: &Path, more: &[&str]) -> Child {
@@ -138,16 +140,7 @@ fn default_data_is_the_same_again() {
     let dir = temp();
     let text: String = (0..20_000).map(|i| format!("{}\n", i * i % 9973)).collect();
     std::fs::write(dir.path().join("text.txt"), text).unwrap();
-    let small = [
-        "train",
-        "--ranks",
-        "2",
-        "--seq-len",
-        "16",
-        "--micro-batch",
-        "1",
-        "--steps",
-    ];
+    let small = words("train --ranks 2 --seq-len 16 --micro-batch 1 --steps");
 
     let run = |more: &[&str]| succeeds(&zero(dir.path(), &[&small[..], more].concat()));
     let data = |out: &str| {
@@ -157,15 +150,9 @@ fn default_data_is_the_same_again() {
             .to_owned()
     };
 
-    let first = data(&run(&[
-        "2",
-        "--metrics",
-        "m.jsonl",
-        "--report",
-        "report",
-        "--checkpoint",
-        "runs/a",
-    ]));
+    let first = data(&run(&words(
+        "2 --metrics m.jsonl --report report --checkpoint runs/a",
+    )));
 
     assert!(first.starts_with("data: .: 1 text file, "), "{first}");
     assert_eq!(data(&run(&["2", "--report", "."])), first);
@@ -225,16 +212,7 @@ fn text_needs_the_tokenizer_of_the_model() {
     )
     .unwrap();
 
-    let text = [
-        "train",
-        "--data",
-        "text.txt",
-        "--ranks",
-        "1",
-        "--steps",
-        "1",
-        "--no-checkpoint",
-    ];
+    let text = words("train --data text.txt --ranks 1 --steps 1 --no-checkpoint");
 
     let parts = [
         "text.txt",
@@ -285,12 +263,12 @@ fn text_needs_the_tokenizer_of_the_model() {
     fails(
         &with(&["--tokenizer", "gpt2"]),
         2,
-        &["gpt2", "tokenizer.json", "merges.txt"],
+        &words("gpt2 tokenizer.json merges.txt"),
     );
     fails(
         &with(&["--tokenizer", "gpt2/vocab.json"]),
         2,
-        &["gpt2/vocab.json", "merges.txt"],
+        &words("gpt2/vocab.json merges.txt"),
     );
     fails(
         &with(&["--tokenizer", "nowhere"]),
@@ -416,15 +394,7 @@ fn table_has_total_and_peak_in_binary_units() {
 
     let plan = succeeds(&zero(
         dir.path(),
-        &[
-            "plan",
-            "--model",
-            "nano",
-            "--gpus",
-            "2",
-            "--gpu-memory",
-            "80GB",
-        ],
+        &words("plan --model nano --gpus 2 --gpu-memory 80GB"),
     ));
 
     for text in [&out, &plan] {

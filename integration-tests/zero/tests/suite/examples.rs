@@ -7,7 +7,7 @@ use std::process::Output;
 use integration_tests::LLAMA;
 use serde_json::Value;
 
-use crate::support::{fails, losses, succeeds, temp, zero};
+use crate::support::{fails, losses, succeeds, temp, words, zero};
 
 /// A file of the oracle.
 fn oracle(name: &str) -> String {
@@ -28,31 +28,13 @@ fn train(dir: &Path, more: &[&str]) -> Vec<f64> {
 
 fn run_train(dir: &Path, more: &[&str]) -> Output {
     let model = LLAMA.data("model").display().to_string();
-    let (data, tokenizer) = (oracle("examples.jsonl"), oracle("tokenizer"));
-    let args = [
-        "train",
-        "--model",
-        &model,
-        "--data",
-        &data,
-        "--tokenizer",
-        &tokenizer,
-        "--seq-len",
-        "40",
-        "--seed",
-        "5",
-        "--lr",
-        "1e-3",
-        "--weight-decay",
-        "0.01",
-        "--threads",
-        "1",
-        "--metrics",
-        "m.jsonl",
-        "--report",
-        "report",
-    ];
-    zero(dir, &[&args[..], more].concat())
+    let data = oracle("examples.jsonl");
+    let tokenizer = oracle("tokenizer");
+    let args = format!(
+        "train --model {model} --data {data} --tokenizer {tokenizer} --seq-len 40 --seed 5 --lr 1e-3 \
+         --weight-decay 0.01 --threads 1 --metrics m.jsonl --report report"
+    );
+    zero(dir, &[&words(&args)[..], more].concat())
 }
 
 /// The ranks, micro-batches and rows of a micro-batch that are 8 rows a step.
@@ -205,14 +187,7 @@ fn inspect_says_why() {
     let dir = temp();
     let inspect = |more: &[&str]| zero(dir.path(), &[&["data", "inspect"], more].concat());
     fs::write(dir.path().join("a.txt"), "to be or not\n").unwrap();
-    let text = succeeds(&inspect(&[
-        "--data",
-        "a.txt",
-        "--seq-len",
-        "4",
-        "--rows",
-        "2",
-    ]));
+    let text = succeeds(&inspect(&words("--data a.txt --seq-len 4 --rows 2")));
     let expected = "a.txt: text, 13 bytes, read as bytes\n\
                     read as text: it is text, and its name is not that of rows (.jsonl, .json) or of tokens (.bin)\n\
                     rows are trained at random places\n\

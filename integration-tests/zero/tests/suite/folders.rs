@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::{Value, json};
 
-use crate::support::{fails, succeeds, temp, wait_until};
+use crate::support::{fails, succeeds, temp, wait_until, words};
 use crate::{place, support};
 
 /// Addresses that a run may use, in KiB: one that reads without bound fails soon.
@@ -71,36 +71,13 @@ pub(crate) fn write(dir: &Path) {
 
 /// Runs a command on the folder in `dir`.
 fn run(dir: &Path, used: Use) -> Output {
-    let args: &[&str] = match used {
-        Use::Train => &[
-            "train",
-            "--model",
-            "model",
-            "--data",
-            "text.txt",
-            "--seq-len",
-            "16",
-            "--micro-batch",
-            "1",
-            "--ranks",
-            "1",
-            "--steps",
-            "1",
-            "--device",
-            "cpu",
-            "--no-token-cache",
-        ],
-        Use::Inspect => &[
-            "data",
-            "inspect",
-            "--model",
-            "model",
-            "--data",
-            "chat.jsonl",
-        ],
-        Use::Generate => &[
-            "generate", "--model", "model", "--prompt", "w2", "--tokens", "2",
-        ],
+    let args = match used {
+        Use::Train => {
+            "train --model model --data text.txt --seq-len 16 --micro-batch 1 --ranks 1 --steps 1 \
+             --device cpu --no-token-cache"
+        }
+        Use::Inspect => "data inspect --model model --data chat.jsonl",
+        Use::Generate => "generate --model model --prompt w2 --tokens 2",
     };
     fs::write(dir.join("text.txt"), "w2 w3 w4 w5 ".repeat(50)).unwrap();
     fs::write(dir.join("chat.jsonl"), format!("{CHAT}\n")).unwrap();
@@ -110,7 +87,7 @@ fn run(dir: &Path, used: Use) -> Output {
         .arg("-c")
         .arg(limited)
         .arg(place::zero().get_program())
-        .args(args)
+        .args(words(args))
         .current_dir(dir)
         .stdout(File::create(dir.join("out")).unwrap())
         .stderr(File::create(dir.join("err")).unwrap())

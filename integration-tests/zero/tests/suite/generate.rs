@@ -6,7 +6,7 @@ use integration_tests::{LLAMA, QWEN2};
 use serde_json::Value;
 use zero_models::llama::config::LlamaConfig;
 
-use crate::support::{data, fails, run_tiny, succeeds, temp, write_model, zero};
+use crate::support::{data, fails, run_tiny, succeeds, temp, words, write_model, zero};
 
 fn json(dir: &Path, args: &[&str]) -> Value {
     let args = [&["generate", "--json"], args].concat();
@@ -69,14 +69,7 @@ fn checkpoint_and_export_write_the_same() {
     assert_eq!(greedy["end"], "context");
     assert_eq!(greedy["tokens"].as_array().unwrap().len(), 64 - 5);
 
-    let best = [
-        "generate",
-        "--checkpoint",
-        "saves",
-        "--best",
-        "--prompt",
-        "a",
-    ];
+    let best = words("generate --checkpoint saves --best --prompt a");
     fails(&zero(dir.path(), &best), 2, &["best"]);
 }
 

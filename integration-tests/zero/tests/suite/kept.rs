@@ -7,7 +7,7 @@ use integration_tests::LLAMA;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::support::{data, fails, losses, run_tiny, succeeds, temp, zero};
+use crate::support::{data, fails, losses, run, run_flags, succeeds, temp, words, zero};
 
 /// Files with bytes that a rewrite of their JSON would change.
 const FILES: [(&str, &str); 5] = [
@@ -63,15 +63,7 @@ fn write_conversations(dir: &Path) {
 
 /// Trains on the conversations; returns the standard output, which has the notes.
 fn train(dir: &Path, more: &[&str]) -> String {
-    let args = [
-        "train",
-        "--data",
-        "chats.jsonl",
-        "--threads",
-        "1",
-        "--ranks",
-        "2",
-    ];
+    let args = words("train --data chats.jsonl --threads 1 --ranks 2");
     let args = [&args[..], &["--seq-len", "48", "--micro-batch", "1"], more].concat();
     succeeds(&zero(dir, &args))
 }
@@ -108,37 +100,20 @@ fn no_other_folder_is_needed() {
     write_model(&at("model"));
     write_conversations(dir.path());
     // A run that nothing interrupts, beside the model's folder.
-    let once = [
-        "--model",
-        "model",
-        "--checkpoint",
-        "once",
-        "--metrics",
-        "once.jsonl",
-    ];
+    let once = words("--model model --checkpoint once --metrics once.jsonl");
     train(dir.path(), &[&once[..], &["--steps", "6"]].concat());
     let text = generate(dir.path(), ["--checkpoint", "once"]);
 
     succeeds(&zero(dir.path(), &["ckpt", "import", "model", "imported"]));
     fs::rename(at("model"), at("moved")).unwrap();
-    let out = succeeds(&zero(
-        dir.path(),
-        &["ckpt", "export", "imported", "of-import"],
-    ));
+    let out = succeeds(&run(dir.path(), "ckpt export imported of-import"));
     assert!(
         out.contains("tokenizer.json") && !out.contains("lacks"),
         "{out}"
     );
     assert_holds(&at("moved"), &at("of-import"), "float32");
 
-    let first = [
-        "--model",
-        "imported",
-        "--checkpoint",
-        "runs/a",
-        "--metrics",
-        "m.jsonl",
-    ];
+    let first = words("--model imported --checkpoint runs/a --metrics m.jsonl");
     train(dir.path(), &[&first[..], &["--steps", "3"]].concat());
     fs::remove_dir_all(at("imported")).unwrap();
     fs::rename(at("runs"), at("elsewhere")).unwrap();
@@ -166,22 +141,10 @@ fn no_other_folder_is_needed() {
     .unwrap();
     let notes = succeeds(&zero(
         dir.path(),
-        &[
-            "train",
-            "--data",
-            saves,
-            "--model",
-            "nano",
-            "--steps",
-            "1",
-            "--seq-len",
-            "8",
-            "--micro-batch",
-            "1",
-            "--ranks",
-            "1",
-            "--no-checkpoint",
-        ],
+        &words(&format!(
+            "train --data {saves} --model nano --steps 1 --seq-len 8 --micro-batch 1 \
+             --ranks 1 --no-checkpoint"
+        )),
     ));
     assert!(notes.contains("a: 1 text file ("), "{notes}");
     let export = ["ckpt", "export", saves, "out", "--dtype", "bf16"];
@@ -216,16 +179,7 @@ fn other_tokenizer_is_kept_apart() {
         .unwrap();
     }
 
-    let first = [
-        "--model",
-        "model",
-        "--tokenizer",
-        "tokens",
-        "--checkpoint",
-        "c",
-        "--steps",
-        "2",
-    ];
+    let first = words("--model model --tokenizer tokens --checkpoint c --steps 2");
     train(dir.path(), &first);
     let text = generate(dir.path(), ["--checkpoint", "c"]);
     fs::rename(at("tokens"), at("moved")).unwrap();
@@ -270,10 +224,7 @@ fn samples_of_a_resumed_run_have_text() {
     .concat();
     succeeds(&zero(dir.path(), &[&["train"], &first[..]].concat()));
     fs::remove_dir_all(dir.path().join("model")).unwrap();
-    let out = succeeds(&zero(
-        dir.path(),
-        &["train", "--resume", "c", "--steps", "2"],
-    ));
+    let out = succeeds(&run(dir.path(), "train --resume c --steps 2"));
     assert!(out.contains("What is"), "{out}");
 }
 
@@ -282,10 +233,7 @@ fn damaged_files_are_named() {
     let dir = temp();
     write_model(&dir.path().join("model"));
     write_conversations(dir.path());
-    train(
-        dir.path(),
-        &["--model", "model", "--checkpoint", "c", "--steps", "1"],
-    );
+    train(dir.path(), &words("--model model --checkpoint c --steps 1"));
     let folder = fs::read_dir(dir.path().join("c/model-files"))
         .unwrap()
         .next();
@@ -305,7 +253,7 @@ fn damaged_files_are_named() {
         fails(
             &zero(dir.path(), args),
             code,
-            &["tokenizer.json", "damaged"],
+            &words("tokenizer.json damaged"),
         );
     }
     assert!(!dir.path().join("out").exists());
@@ -318,10 +266,7 @@ fn missing_files_are_those_of_recorded_folders() {
     let at = |name: &str| dir.path().join(name);
     write_model(&at("model"));
     write_conversations(dir.path());
-    train(
-        dir.path(),
-        &["--model", "model", "--checkpoint", "c", "--steps", "1"],
-    );
+    train(dir.path(), &words("--model model --checkpoint c --steps 1"));
     let text = generate(dir.path(), ["--checkpoint", "c"]);
     fs::remove_dir_all(at("c/model-files")).unwrap();
 
@@ -369,10 +314,7 @@ fn missing_files_are_those_of_recorded_folders() {
 #[test]
 fn run_of_bytes_keeps_no_files() {
     let dir = temp();
-    succeeds(&run_tiny(
-        dir.path(),
-        &["--checkpoint", "c", "--model", "nano"],
-    ));
+    succeeds(&run_flags(dir.path(), "--checkpoint c --model nano"));
     assert!(!dir.path().join("c/model-files").exists());
     let out = succeeds(&zero(dir.path(), &["ckpt", "export", "c", "out"]));
     let lack = "it lacks: no tokenizer: the run had none, its tokens are bytes or come from a file of tokens";
@@ -395,15 +337,7 @@ fn plan_needs_a_configuration_alone() {
     let text = fs::read_to_string(LLAMA.data("model/config.json")).unwrap();
     let mut config: Value = serde_json::from_str(&text).unwrap();
     let dir = with_config(&config);
-    let plan = [
-        "plan",
-        "--model",
-        "model",
-        "--gpus",
-        "8",
-        "--gpu-memory",
-        "80GB",
-    ];
+    let plan = words("plan --model model --gpus 8 --gpu-memory 80GB");
     succeeds(&zero(dir.path(), &plan));
     let train = ["train", "--model", "model", "--steps", "1"];
     fails(

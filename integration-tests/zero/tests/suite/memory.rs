@@ -10,6 +10,7 @@ use zero_models::ModelConfig;
 use zero_models::gpt2::config::GptConfig;
 
 use crate::place;
+use crate::support::words;
 
 /// A model whose state is large beside the program, and small enough for a test; all weights are
 /// zero.
@@ -52,19 +53,7 @@ fn write_model(folder: &Path) {
 fn peaks(folder: &Path, more: &[&str]) -> (u64, u64) {
     let tokens = place::data("tokens.u16.bin");
     let _earlier = std::fs::remove_dir_all(folder.join("report"));
-    let run = [
-        "train",
-        "--model",
-        ".",
-        "--ranks",
-        "2",
-        "--threads",
-        "1",
-        "--steps",
-        "2",
-        "--seq-len",
-        "16",
-    ];
+    let run = words("train --model . --ranks 2 --threads 1 --steps 2 --seq-len 16");
 
     let output = place::zero()
         .args(run)
@@ -176,36 +165,15 @@ fn memory_limit_is_kept_with_nvme() {
     let folder = tempfile::tempdir().unwrap();
     write_model(folder.path());
     std::fs::create_dir(folder.path().join("scratch")).unwrap();
-    let limit = [
-        "--stage",
-        "3",
-        "--dtype",
-        "bf16",
-        "--no-checkpoint",
-        "--memory-limit",
-        "320MiB",
-    ];
+    let limit = words("--stage 3 --dtype bf16 --no-checkpoint --memory-limit 320MiB");
 
     let tokens = place::data("tokens.u16.bin");
-    let run = [
-        "train",
-        "--model",
-        ".",
-        "--ranks",
-        "2",
-        "--threads",
-        "1",
-        "--steps",
-        "1",
-        "--seq-len",
-        "16",
-        "--data",
-    ];
+    let run = words("train --model . --ranks 2 --threads 1 --steps 1 --seq-len 16 --data");
 
     let refused = place::zero()
         .args(run)
         .arg(tokens)
-        .args(limit)
+        .args(&limit)
         .current_dir(folder.path())
         .output()
         .unwrap();

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::support::{fails, lines, run_tiny, succeeds, temp, zero};
+use crate::support::{fails, lines, run_flags, run_tiny, succeeds, temp, words, zero};
 
 /// CRC-32C, bit by bit, masked as TensorFlow does.
 fn masked_crc(data: &[u8]) -> u32 {
@@ -220,28 +220,11 @@ pub(crate) fn agree_with_metrics(dir: &Path) -> Vec<u64> {
 }
 
 /// Two evaluations, every figure, and a checkpoint after steps 2 and 4.
-const OUTPUTS: [&str; 17] = [
-    "--metrics",
-    "m",
-    "--tensorboard",
-    "t",
-    "--csv",
-    "t.csv",
-    "--checkpoint",
-    "c",
-    "--checkpoint-every",
-    "2",
-    "--val-split",
-    "0.2",
-    "--eval-every",
-    "2",
-    "--eval-tokens",
-    "64",
-    "--breakdown",
-];
+const OUTPUTS: &str = "--metrics m --tensorboard t --csv t.csv --checkpoint c --checkpoint-every 2 \
+     --val-split 0.2 --eval-every 2 --eval-tokens 64 --breakdown";
 
 fn train(dir: &Path) {
-    let more = [&["--steps", "4"], &OUTPUTS[..]].concat();
+    let more = [words("--steps 4"), words(OUTPUTS)].concat();
     succeeds(&run_tiny(dir, &more));
     agree_with_metrics(dir);
 }
@@ -349,14 +332,7 @@ fn files_of_others_are_refused() {
 #[test]
 fn full_disk_saves_and_ends_the_run() {
     let dir = temp();
-    let more = [
-        "--steps",
-        "1000000",
-        "--csv",
-        "/dev/full",
-        "--checkpoint",
-        "c",
-    ];
+    let more = words("--steps 1000000 --csv /dev/full --checkpoint c");
     let output = run_tiny(dir.path(), &more);
     fails(&output, 1, &["failed to write /dev/full", "No space left"]);
     succeeds(&zero(dir.path(), &["ckpt", "verify", "c"]));
@@ -372,10 +348,7 @@ fn monitors_of_deepspeed_are_followed() {
             "tensorboard": {"enabled": true, "output_path": "out/logs/", "job_name": "one"},
             "csv_monitor": {"enabled": true, "output_path": "out", "job_name": "two"}}"#,
     );
-    succeeds(&run_tiny(
-        dir,
-        &["--config", "ds.json", "--checkpoint", "c"],
-    ));
+    succeeds(&run_flags(dir, "--config ds.json --checkpoint c"));
     let table = || fs::read_to_string(dir.join("out/two/steps.csv")).unwrap();
     assert!(scalars(&dir.join("out/logs/one")).keys().eq(&[1, 2, 3]));
     assert_eq!(table().lines().count(), 4);
@@ -384,14 +357,7 @@ fn monitors_of_deepspeed_are_followed() {
     assert!(scalars(&dir.join("out/logs/one")).keys().eq(&[1, 2, 3, 4]));
     assert_eq!(table().lines().count(), 5);
     // A flag overrides it.
-    let flags = [
-        "--config",
-        "ds.json",
-        "--tensorboard",
-        "t",
-        "--csv",
-        "t.csv",
-    ];
+    let flags = words("--config ds.json --tensorboard t --csv t.csv");
     succeeds(&run_tiny(dir, &flags));
     assert!(scalars(&dir.join("t")).keys().eq(&[1, 2, 3]));
     assert_eq!(table().lines().count(), 5);
@@ -403,14 +369,6 @@ fn monitors_of_deepspeed_are_followed() {
         2,
         &["wandb.enabled", "set it to false", "--tensorboard"],
     );
-    let plan = [
-        "plan",
-        "--config",
-        "ds.json",
-        "--model",
-        "gpt2-124m",
-        "--gpus",
-        "2",
-    ];
+    let plan = words("plan --config ds.json --model gpt2-124m --gpus 2");
     succeeds(&zero(dir, &plan));
 }

@@ -7,17 +7,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::place;
-use crate::support::{data, fails, lines, losses, on_disk, run_tiny, succeeds, tiny, zero};
+use crate::support::{data, fails, lines, losses, on_disk, run_tiny, succeeds, tiny, words, zero};
 
 /// Flags of a run whose optimizer state, parameters and gradients are in the folder `scratch`.
-const NVME: [&str; 6] = [
-    "--offload",
-    "nvme:scratch",
-    "--offload-params",
-    "nvme:scratch",
-    "--dtype",
-    "bf16",
-];
+const NVME: &str = "--offload nvme:scratch --offload-params nvme:scratch --dtype bf16";
 
 fn is_empty(dir: &Path) -> bool {
     fs::read_dir(dir).unwrap().next().is_none()
@@ -78,19 +71,7 @@ fn kill_in_every_phase() {
     let (metrics, saved) = (dir.path().join("m"), dir.path().join("d/latest"));
     let written = || fs::read_to_string(&metrics).map_or(0, |text| text.lines().count());
 
-    let more = [
-        &NVME[..],
-        &[
-            "--steps",
-            "1000000",
-            "--checkpoint-every",
-            "1",
-            "--keep-last",
-            "2",
-            "--metrics",
-            "m",
-        ],
-    ];
+    let more = format!("{NVME} --steps 1000000 --checkpoint-every 1 --keep-last 2 --metrics m");
 
     // Steps to wait for, then milliseconds.
     for (steps, ms) in [
@@ -113,7 +94,7 @@ fn kill_in_every_phase() {
             let _ = fs::remove_file(&metrics);
             let _ = fs::remove_dir_all(dir.path().join("d"));
         }
-        let args = [&more.concat()[..], &from].concat();
+        let args = [&words(&more)[..], &from].concat();
         let mut run = place::zero();
         let run = run
             .args(tiny(&model, &tokens, &args))
@@ -142,7 +123,7 @@ fn kill_in_every_phase() {
     let to_end = |more: &[&str]| {
         succeeds(&run_tiny(
             dir.path(),
-            &[&NVME[..], &["--steps", &end], more].concat(),
+            &[&words(NVME)[..], &["--steps", &end], more].concat(),
         ))
     };
 
@@ -159,11 +140,8 @@ fn two_runs_share_a_folder() {
     fs::create_dir(dir.path().join("scratch")).unwrap();
     let (model, tokens) = (data("model"), data("tokens.u16.bin"));
     let start = |saves: &str, metrics: &str| {
-        let args = [
-            &NVME[..],
-            &["--checkpoint", saves, "--metrics", metrics, "--steps", "6"],
-        ]
-        .concat();
+        let args = format!("{NVME} --checkpoint {saves} --metrics {metrics} --steps 6");
+        let args = words(&args);
         let mut run = place::zero();
         run.args(tiny(&model, &tokens, &args))
             .current_dir(dir.path())

@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::place;
-use crate::support::{data, fails, run_tiny, succeeds, temp, tiny, zero};
+use crate::support::{data, fails, run_flags, run_tiny, succeeds, temp, tiny, words, zero};
 
 fn checkpoints(dir: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(dir) else {
@@ -46,16 +46,9 @@ fn metrics_have_one_writer() {
 #[test]
 fn failed_metrics_save_and_end_the_run() {
     let dir = temp();
-    let output = run_tiny(
+    let output = run_flags(
         dir.path(),
-        &[
-            "--steps",
-            "1000000",
-            "--metrics",
-            "/dev/full",
-            "--checkpoint",
-            "c",
-        ],
+        "--steps 1000000 --metrics /dev/full --checkpoint c",
     );
     fails(&output, 1, &["failed to write /dev/full", "No space left"]);
     assert_eq!(checkpoints(&dir.path().join("c")).len(), 1);
@@ -67,27 +60,19 @@ fn failed_metrics_save_and_end_the_run() {
 #[test]
 fn missing_metrics_lines_are_noted() {
     let dir = temp();
-    succeeds(&run_tiny(
+    succeeds(&run_flags(
         dir.path(),
-        &["--steps", "2", "--metrics", "m", "--checkpoint", "c"],
+        "--steps 2 --metrics m --checkpoint c",
     ));
 
     succeeds(&zero(
         dir.path(),
-        &[
-            "train",
-            "--resume",
-            "c",
-            "--steps",
-            "5",
-            "--metrics",
-            "other",
-        ],
+        &words("train --resume c --steps 5 --metrics other"),
     ));
 
     let out = succeeds(&zero(
         dir.path(),
-        &["train", "--resume", "c", "--steps", "6", "--metrics", "m"],
+        &words("train --resume c --steps 6 --metrics m"),
     ));
     assert!(
         out.contains("note: m: it has no lines of steps 3 to 5\n"),
@@ -99,10 +84,7 @@ fn missing_metrics_lines_are_noted() {
 #[test]
 fn report_of_another_run_is_refused() {
     let dir = temp();
-    succeeds(&run_tiny(
-        dir.path(),
-        &["--report", "r", "--checkpoint", "c"],
-    ));
+    succeeds(&run_flags(dir.path(), "--report r --checkpoint c"));
     let before = fs::read(dir.path().join("r/summary.json")).unwrap();
     fails(
         &run_tiny(dir.path(), &["--report", "r"]),
@@ -113,7 +95,7 @@ fn report_of_another_run_is_refused() {
     // The run itself goes on.
     succeeds(&zero(
         dir.path(),
-        &["train", "--resume", "c", "--steps", "4", "--report", "r"],
+        &words("train --resume c --steps 4 --report r"),
     ));
     assert_ne!(fs::read(dir.path().join("r/summary.json")).unwrap(), before);
     // A report that cannot be read is not one without steps.
@@ -152,9 +134,9 @@ fn report_among_checkpoints_is_refused() {
         2,
         &["--report c", "for checkpoints"],
     );
-    let out = succeeds(&run_tiny(
+    let out = succeeds(&run_flags(
         dir.path(),
-        &["--checkpoint", "c", "--ranks", "1", "--check-replicas", "2"],
+        "--checkpoint c --ranks 1 --check-replicas 2",
     ));
     assert!(
         out.contains("note: --check-replicas has no effect: this run has one rank"),
@@ -170,14 +152,7 @@ fn report_among_checkpoints_is_refused() {
 #[test]
 fn diverged_run_fails_and_keeps_its_checkpoint() {
     let dir = temp();
-    let saves = [
-        "--checkpoint",
-        "c",
-        "--checkpoint-every",
-        "1",
-        "--keep-last",
-        "1",
-    ];
+    let saves = words("--checkpoint c --checkpoint-every 1 --keep-last 1");
     let output = run_tiny(
         dir.path(),
         &[&saves[..], &["--lr", "1e30", "--steps", "5"]].concat(),
@@ -195,10 +170,7 @@ fn diverged_run_fails_and_keeps_its_checkpoint() {
 #[test]
 fn run_that_ends_with_skipped_steps_fails() {
     let dir = temp();
-    let output = run_tiny(
-        dir.path(),
-        &["--checkpoint", "c", "--lr", "1e4", "--steps", "8"],
-    );
+    let output = run_flags(dir.path(), "--checkpoint c --lr 1e4 --steps 8");
     let error = [
         "step 8: the last 7 steps were skipped",
         "the checkpoint has the weights of step 1",
@@ -252,14 +224,7 @@ fn interrupt_ends_an_evaluation() {
     .unwrap();
     let (model, tokens) = (data("model"), data("tokens.u16.bin"));
 
-    let validation = [
-        "--val-data",
-        "long.bin",
-        "--eval-every",
-        "2",
-        "--eval-tokens",
-        "16000000",
-    ];
+    let validation = words("--val-data long.bin --eval-every 2 --eval-tokens 16000000");
 
     let more = ["--steps", "9", "--metrics", "m", "--checkpoint", "c"];
     let args = tiny(&model, &tokens, &[&validation[..], &more].concat());
@@ -355,10 +320,7 @@ fn limit_of_open_files_is_named() {
 #[test]
 fn columns_align_where_ranks_differ() {
     let dir = temp();
-    let out = succeeds(&run_tiny(
-        dir.path(),
-        &["--ranks", "3", "--stage", "1", "--checkpoint", "c"],
-    ));
+    let out = succeeds(&run_flags(dir.path(), "--ranks 3 --stage 1 --checkpoint c"));
     let table: Vec<&str> = out
         .lines()
         .skip_while(|line| !line.starts_with("held by"))

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{HOST, fails, run_tiny, zero};
+use crate::support::{HOST, fails, run_tiny, words, zero};
 
 fn text(folder: &Path, line: &str) -> String {
     let args: Vec<&str> = line.split_whitespace().collect();
@@ -37,17 +37,11 @@ fn machine_is_measured() {
     }
 
     std::fs::write(folder.join("notes.toml"), "mine = true\n").unwrap();
-    let output = zero(
-        folder,
-        &["measure", "--device", "cpu", "--out", "notes.toml"],
-    );
+    let output = zero(folder, &words("measure --device cpu --out notes.toml"));
     fails(&output, 2, &["notes.toml", "is no machine file"]);
     let kept = std::fs::read_to_string(folder.join("notes.toml")).unwrap();
     assert_eq!(kept, "mine = true\n");
-    let output = zero(
-        folder,
-        &["measure", "--device", "cpu", "--scratch", "missing"],
-    );
+    let output = zero(folder, &words("measure --device cpu --scratch missing"));
     fails(&output, 1, &["disk of missing", "--scratch"]);
 }
 

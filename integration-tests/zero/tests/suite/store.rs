@@ -12,7 +12,9 @@ use tempfile::TempDir;
 use zero_ckpt::Reader;
 
 use crate::place;
-use crate::support::{data, fails, lines, losses, run_tiny, succeeds, temp, tiny, zero};
+use crate::support::{
+    data, fails, lines, losses, run_flags, run_tiny, succeeds, temp, tiny, words, zero,
+};
 
 /// The files below `dir` with their contents, without the lock file.
 fn files(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
@@ -49,18 +51,9 @@ fn numbers(path: &Path) -> Vec<u64> {
 /// A folder with a run of four steps: checkpoints 1 to 4 in `d`, metrics in `m`.
 fn four_steps() -> TempDir {
     let dir = temp();
-    succeeds(&run_tiny(
+    succeeds(&run_flags(
         dir.path(),
-        &[
-            "--steps",
-            "4",
-            "--checkpoint",
-            "d",
-            "--checkpoint-every",
-            "1",
-            "--metrics",
-            "m",
-        ],
+        "--steps 4 --checkpoint d --checkpoint-every 1 --metrics m",
     ));
     assert_eq!(steps(&dir.path().join("d")), [1, 2, 3, 4]);
     dir
@@ -109,45 +102,29 @@ fn another_runs_checkpoints_are_refused() {
     // Another run that resumes a third one is refused as well.
     succeeds(&run_tiny(dir.path(), &["--checkpoint", "e"]));
     fails(
-        &run_tiny(
-            dir.path(),
-            &["--resume", "e", "--steps", "5", "--checkpoint", "d"],
-        ),
+        &run_flags(dir.path(), "--resume e --steps 5 --checkpoint d"),
         2,
         &ways,
     );
 
     // The run itself prunes its own.
-    succeeds(&run_tiny(
-        dir.path(),
-        &["--resume", "d", "--steps", "5", "--keep-last", "1"],
-    ));
+    succeeds(&run_flags(dir.path(), "--resume d --steps 5 --keep-last 1"));
     assert_eq!(steps(&dir.path().join("d")), [5]);
 }
 
 #[test]
 fn named_checkpoint_resumes_into_its_folder() {
     let dir = four_steps();
-    succeeds(&run_tiny(
+    succeeds(&run_flags(
         dir.path(),
-        &[
-            "--resume",
-            "d/step-00000002",
-            "--steps",
-            "6",
-            "--metrics",
-            "m",
-        ],
+        "--resume d/step-00000002 --steps 6 --metrics m",
     ));
 
     assert_eq!(steps(&dir.path().join("d")), [1, 2, 3, 4, 5, 6]);
     assert!(steps(&dir.path().join("d/step-00000002")).is_empty());
     assert_eq!(numbers(&dir.path().join("m")), [1, 2, 3, 4, 5, 6]);
     // The order of checkpoints is that of saves.
-    succeeds(&run_tiny(
-        dir.path(),
-        &["--resume", "d/step-00000001", "--steps", "2"],
-    ));
+    succeeds(&run_flags(dir.path(), "--resume d/step-00000001 --steps 2"));
     let out = succeeds(&run_tiny(dir.path(), &["--resume", "d", "--steps", "2"]));
     assert!(
         out.contains("nothing to do: the checkpoint is at step 2"),
@@ -175,10 +152,7 @@ fn resumed_metrics_are_appended() {
         (fs::read_to_string(&path).unwrap(), modified()),
         (first.clone(), before)
     );
-    succeeds(&run_tiny(
-        dir.path(),
-        &["--resume", "d", "--steps", "4", "--metrics", "new"],
-    ));
+    succeeds(&run_flags(dir.path(), "--resume d --steps 4 --metrics new"));
     assert!(!dir.path().join("new").exists());
 
     // A crash left a line of a step after the newest checkpoint, and a part of the next line.
@@ -209,18 +183,9 @@ fn resumed_metrics_are_appended() {
     );
 
     // Into another folder: a new run, which continues the file.
-    succeeds(&run_tiny(
+    succeeds(&run_flags(
         dir.path(),
-        &[
-            "--resume",
-            "d",
-            "--steps",
-            "7",
-            "--checkpoint",
-            "e",
-            "--metrics",
-            "m",
-        ],
+        "--resume d --steps 7 --checkpoint e --metrics m",
     ));
 
     assert_eq!(numbers(&path), [1, 2, 3, 4, 5, 6, 7]);
@@ -251,18 +216,12 @@ fn files_of_others_are_no_metrics_files() {
         2,
         &["--metrics notes", "not a metrics file", "another file"],
     );
-    let resumed = run_tiny(
-        dir.path(),
-        &["--resume", "d", "--steps", "5", "--metrics", "notes"],
-    );
+    let resumed = run_flags(dir.path(), "--resume d --steps 5 --metrics notes");
     fails(&resumed, 2, &["--metrics notes", "not a metrics file"]);
     assert!(files(dir.path()) == before, "a refused run changed files");
     succeeds(&fresh("empty"));
     assert_eq!(numbers(&dir.path().join("empty")), [1, 2, 3]);
-    let another = run_tiny(
-        dir.path(),
-        &["--resume", "d", "--steps", "5", "--metrics", "empty"],
-    );
+    let another = run_flags(dir.path(), "--resume d --steps 5 --metrics empty");
     fails(
         &another,
         2,
@@ -361,9 +320,9 @@ fn damaged_checkpoints_are_passed_over() {
         succeeds(&verify(&dir, "d/step-00000002"));
 
         // The damaged ones are replaced.
-        succeeds(&run_tiny(
+        succeeds(&run_flags(
             dir.path(),
-            &["--resume", "d", "--steps", "4", "--checkpoint-every", "1"],
+            "--resume d --steps 4 --checkpoint-every 1",
         ));
         succeeds(&verify(&dir, "d/step-00000003"));
         (1..5).for_each(|step| damage(&checkpoint(step)));
@@ -387,16 +346,7 @@ fn demonstration_runs_again() {
     .unwrap();
 
     let run = || {
-        let size = [
-            "--steps",
-            "1",
-            "--ranks",
-            "1",
-            "--seq-len",
-            "16",
-            "--micro-batch",
-            "1",
-        ];
+        let size = words("--steps 1 --ranks 1 --seq-len 16 --micro-batch 1");
         succeeds(&zero(dir.path(), &[&["train"], &size[..]].concat()))
     };
 
@@ -448,16 +398,7 @@ fn killed_run_continues() {
     let (model, tokens) = (data("model"), data("tokens.u16.bin"));
     let path = dir.path().join("m");
     let written = || fs::read_to_string(&path).map_or(0, |text| text.lines().count());
-    let more = [
-        "--steps",
-        "1000000",
-        "--checkpoint-every",
-        "1",
-        "--keep-last",
-        "2",
-        "--metrics",
-        "m",
-    ];
+    let more = words("--steps 1000000 --checkpoint-every 1 --keep-last 2 --metrics m");
 
     for at in [["--checkpoint", "d"], ["--resume", "d"], ["--resume", "d"]] {
         let mut run = place::zero();
@@ -485,14 +426,9 @@ fn killed_run_continues() {
 
     succeeds(&run_tiny(
         dir.path(),
-        &[
-            "--steps",
-            &end,
-            "--checkpoint",
-            "whole",
-            "--metrics",
-            "whole.m",
-        ],
+        &words(&format!(
+            "--steps {end} --checkpoint whole --metrics whole.m"
+        )),
     ));
 
     assert_eq!(numbers(&path), (1..=last).collect::<Vec<_>>());
@@ -600,4 +536,20 @@ fn ranks_open_the_checkpoint_of_their_launcher() {
         2,
         &["another checkpoint than rank 0 opened"],
     );
+}
+
+/// The library knows no command line: the program sets what its messages name.
+#[test]
+fn hints_name_the_commands_of_the_program() {
+    let dir = temp();
+    let staging = dir.path().join("c/.staging");
+    fs::create_dir_all(&staging).unwrap();
+    let staged = "step-00000030.rank-00000.00000000.0123456789abcdef.7";
+    fs::write(staging.join(staged), "x").unwrap();
+
+    let verified = zero(dir.path(), &words("ckpt verify c"));
+
+    let hint =
+        "a failed save has left files in its .staging: `zero ckpt assemble` makes a checkpoint";
+    fails(&verified, 1, &[hint]);
 }

@@ -34,18 +34,8 @@ pub(crate) fn zero(dir: &Path, args: &[&str]) -> Output {
 
 /// The arguments of a small run, replaced or extended by the pairs of flag and value in `more`.
 pub(crate) fn tiny<'a>(model: &'a str, tokens: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut args = vec![
-        "train",
-        "--model",
-        model,
-        "--data",
-        tokens,
-        "--seq-len",
-        "32",
-        "--micro-batch",
-        "1",
-    ];
-    args.extend(["--ranks", "2", "--steps", "3"]);
+    let mut args = vec!["train", "--model", model, "--data", tokens];
+    args.extend(words("--seq-len 32 --micro-batch 1 --ranks 2 --steps 3"));
     for pair in more.chunks(2) {
         match args.iter().position(|a| *a == pair[0]) {
             Some(at) => args[at + 1] = pair[1],

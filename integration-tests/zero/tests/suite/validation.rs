@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{data, fails, run_tiny, succeeds, temp, tiny, zero};
+use crate::support::{data, fails, run, run_flags, run_tiny, succeeds, temp, tiny, words, zero};
 
 /// The step and the evaluation of each line of a metrics file that has one.
 fn evaluations(file: &Path) -> Vec<(u64, Value)> {
@@ -45,16 +45,7 @@ fn texts(dir: &Path) {
 /// A run whose validation loss rises from the first step on.
 fn overfit(dir: &Path, more: &[&str]) -> String {
     let model = data("model");
-    let common = [
-        "--val-data",
-        "others.txt",
-        "--eval-every",
-        "1",
-        "--eval-tokens",
-        "100",
-        "--lr",
-        "1e-2",
-    ];
+    let common = words("--val-data others.txt --eval-every 1 --eval-tokens 100 --lr 1e-2");
     succeeds(&zero(
         dir,
         &tiny(&model, "a.txt", &[&common, more].concat()),
@@ -64,14 +55,7 @@ fn overfit(dir: &Path, more: &[&str]) -> String {
 #[test]
 fn evaluations_are_in_metrics_and_table() {
     let dir = temp();
-    let split = [
-        "--val-split",
-        "0.1",
-        "--eval-every",
-        "2",
-        "--eval-tokens",
-        "70",
-    ];
+    let split = words("--val-split 0.1 --eval-every 2 --eval-tokens 70");
 
     let out = succeeds(&run_tiny(
         dir.path(),
@@ -108,25 +92,18 @@ fn evaluations_are_in_metrics_and_table() {
 #[test]
 fn default_is_ten_evaluations() {
     let dir = temp();
-    succeeds(&run_tiny(
+    succeeds(&run_flags(
         dir.path(),
-        &["--val-split", "0.5", "--steps", "20", "--metrics", "m"],
+        "--val-split 0.5 --steps 20 --metrics m",
     ));
     let found = evaluations(&dir.path().join("m"));
     assert_eq!(steps(&found), (1..=10).map(|i| 2 * i).collect::<Vec<_>>());
     // One micro-batch of each rank: the forward of a tenth of two steps is less.
     assert_eq!(found[0].1["tokens"], 64);
 
-    succeeds(&run_tiny(
+    succeeds(&run_flags(
         dir.path(),
-        &[
-            "--val-split",
-            "0.5",
-            "--eval-every",
-            "0",
-            "--metrics",
-            "end",
-        ],
+        "--val-split 0.5 --eval-every 0 --metrics end",
     ));
 
     assert_eq!(steps(&evaluations(&dir.path().join("end"))), [3]);
@@ -156,10 +133,7 @@ fn split_is_not_trained_on() {
 fn best_checkpoint_is_kept_beside_the_last() {
     let dir = temp();
     texts(dir.path());
-    let out = overfit(
-        dir.path(),
-        &["--steps", "5", "--checkpoint", "c", "--keep-last", "1"],
-    );
+    let out = overfit(dir.path(), &words("--steps 5 --checkpoint c --keep-last 1"));
     let (names, best) = checkpoints(&dir.path().join("c"));
 
     assert_eq!(
@@ -180,10 +154,7 @@ fn best_checkpoint_is_kept_beside_the_last() {
     };
 
     assert_eq!((inspect(&[]), inspect(&["--best"])), (5.into(), 1.into()));
-    let out = succeeds(&zero(
-        dir.path(),
-        &["ckpt", "export", "c", "model", "--best"],
-    ));
+    let out = succeeds(&run(dir.path(), "ckpt export c model --best"));
     assert!(out.contains("of step 1,"), "{out}");
 }
 
@@ -193,18 +164,7 @@ fn superseded_checkpoints_are_removed() {
     let dir = temp();
     texts(dir.path());
     let model = data("model");
-    let falling = [
-        "--val-split",
-        "0.5",
-        "--eval-every",
-        "1",
-        "--steps",
-        "5",
-        "--checkpoint",
-        "c",
-        "--lr",
-        "1e-3",
-    ];
+    let falling = words("--val-split 0.5 --eval-every 1 --steps 5 --checkpoint c --lr 1e-3");
 
     succeeds(&zero(
         dir.path(),
@@ -229,24 +189,16 @@ fn resume_keeps_the_best_and_the_tokens() {
     texts(dir.path());
     overfit(
         dir.path(),
-        &["--steps", "5", "--metrics", "whole", "--no-checkpoint"],
+        &words("--steps 5 --metrics whole --no-checkpoint"),
     );
     overfit(
         dir.path(),
-        &["--steps", "3", "--metrics", "first", "--checkpoint", "c"],
+        &words("--steps 3 --metrics first --checkpoint c"),
     );
 
-    let out = succeeds(&zero(
+    let out = succeeds(&run(
         dir.path(),
-        &[
-            "train",
-            "--resume",
-            "c",
-            "--steps",
-            "5",
-            "--metrics",
-            "rest",
-        ],
+        "train --resume c --steps 5 --metrics rest",
     ));
 
     let of = |file: &str| evaluations(&dir.path().join(file));
