@@ -20,6 +20,7 @@ mod error;
 mod fixtures;
 mod launch;
 mod mesh;
+mod mesh_settings;
 mod model;
 mod offload;
 mod options;
@@ -44,7 +45,7 @@ pub use {zero_alloc, zero_comm, zero_optim, zero_shard};
 pub use batch::{Batch, BatchRows, IGNORED};
 pub use error::TrainError;
 pub use launch::{run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
-pub use mesh::MeshSettings;
+pub use mesh_settings::MeshSettings;
 pub use model::{Grad, Model, ModelError, ModelRanks, Pass};
 pub use offload::settings::{Home, OffloadSettings};
 pub use options::{

@@ -9,7 +9,7 @@ use zero_optim::{OptimizerConfig, StateArrays};
 use zero_shard::{AxisTraffic, GridLayout, Layout, ShardError, Widths, ZeroStage};
 
 use crate::error::TrainError;
-use crate::mesh::MeshSettings;
+use crate::mesh_settings::MeshSettings;
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
 
