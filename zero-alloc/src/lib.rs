@@ -20,5 +20,7 @@ pub mod testing;
 mod time_limit;
 pub mod timeline;
 
-pub use pool::{AllocError, Block, BlockMap, Change, Held, MemoryKind, Pool, Purpose, Report};
+pub use pool::{
+    AllocError, AllocatedBytes, Block, BlockMap, Change, MemoryKind, Pool, Purpose, Report,
+};
 pub use time_limit::TimeLimit;

@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use zero_ckpt::testing::Header;
-use zero_ckpt::{CkptError, MANIFEST_NAME, Manifest, Piece, Reader};
+use zero_ckpt::{CkptError, MANIFEST_NAME, Manifest, Reader, UnitRange};
 
 /// The checksum of the format.
 pub fn checksum(bytes: &[u8]) -> u64 {
@@ -65,7 +65,7 @@ pub fn sample_manifest() -> Manifest {
         "layout": {"world_size": 1, "align_elems": 1},
         "states": [{"name": "master", "dtype": "F32"}, {"name": "first_moment", "dtype": "BF16"}],
         "files": [{"name": "shard.safetensors", "bytes": 0, "front_crc64": "0000000000000000",
-            "pieces": [Piece(0, 0, 15), Piece(1, 0, 2)]}],
+            "pieces": [UnitRange(0, 0, 15), UnitRange(1, 0, 2)]}],
     });
     serde_json::from_value(json).unwrap()
 }

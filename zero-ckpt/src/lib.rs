@@ -23,7 +23,7 @@ mod save;
 
 pub use commands::{Commands, name_commands};
 pub use error::CkptError;
-pub use format::blocks::{Piece, StateSpec};
+pub use format::blocks::{StateSpec, UnitRange};
 pub use format::dtype::StateDtype;
 pub use format::header::TensorEntry;
 pub use format::manifest::{DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, Manifest};

@@ -100,7 +100,7 @@ impl Exchange for Recorded {
 
 /// The files that hold elements of `rank` in `to`.
 fn files_of(reader: &Reader, to: &Layout, rank: u64) -> BTreeSet<usize> {
-    let overlaps = |piece: &zero_ckpt::Piece| {
+    let overlaps = |piece: &zero_ckpt::UnitRange| {
         let unit = &to.units()[piece.0 as usize];
         let shard = unit.shard(rank);
         // The units have no padding before their end, so flat positions are element numbers.

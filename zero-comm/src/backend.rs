@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use zero_alloc::device::Device;
 
-pub use crate::call::{Call, Checked, Group, Segments};
+pub use crate::call::{Call, Checked, Counts, Group};
 use crate::{CommError, Communicator, Traffic};
 
 /// Enqueues a call in a wrapper's place.

@@ -589,7 +589,7 @@ impl<D: Device> Filling<D> {
     /// into `sum`. The bucket's contents are unspecified afterwards.
     ///
     /// # Errors
-    /// Counts or dtypes do not match, or a stream returned an error.
+    /// Segments or dtypes do not match, or a stream returned an error.
     pub fn reduce_to(self, sum: AnySlice) -> Result<InFlight<D>, BucketError> {
         self.launch(|reduce, stream, bucket| reduce.sum_to(stream, bucket, sum).map(|()| sum))
     }

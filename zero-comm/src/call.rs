@@ -28,7 +28,7 @@ pub(crate) const fn balanced_range(len: usize, parts: usize, index: usize) -> Ra
 /// The division of a call's whole buffer among the ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum Segments {
+pub enum Counts {
     /// The same number of elements for each rank.
     Even(usize),
     /// One number of elements per rank.
@@ -37,7 +37,7 @@ pub enum Segments {
     Balanced(usize),
 }
 
-impl Segments {
+impl Counts {
     /// The segment of `rank`, as a range of the whole buffer.
     pub fn range(&self, rank: usize, world_size: usize) -> Range<usize> {
         match self {
@@ -88,7 +88,7 @@ pub struct Call {
     #[serde(with = "crate::comm_dtype")]
     pub dtype: DType,
     /// The whole buffer and its segments.
-    pub segments: Segments,
+    pub segments: Counts,
     /// The root of a broadcast.
     pub root: Option<usize>,
     /// Whether its bytes count as control traffic.
@@ -122,9 +122,9 @@ impl fmt::Display for Call {
         }
         match &self.segments {
             _ if self.collective == Collective::Barrier => {}
-            Segments::Even(n) => write!(f, " of {n} x {} a rank", self.dtype)?,
-            Segments::Uneven(counts) => write!(f, " of {counts:?} x {}", self.dtype)?,
-            Segments::Balanced(len) => write!(f, " of {len} x {}", self.dtype)?,
+            Counts::Even(n) => write!(f, " of {n} x {} a rank", self.dtype)?,
+            Counts::Uneven(counts) => write!(f, " of {counts:?} x {}", self.dtype)?,
+            Counts::Balanced(len) => write!(f, " of {len} x {}", self.dtype)?,
         }
         self.root
             .map_or(Ok(()), |root| write!(f, " from rank {root}"))
@@ -221,7 +221,7 @@ impl Group {
         recv: AnySlice,
         op: ReduceOp,
     ) -> Result<Checked, CommError> {
-        let segments = Segments::Even(recv.len());
+        let segments = Counts::Even(recv.len());
         self.check(Collective::ReduceScatter, Some(op), segments, send, recv)
     }
 
@@ -264,7 +264,7 @@ impl Group {
         self.check(
             Collective::AllGather,
             None,
-            Segments::Even(send.len()),
+            Counts::Even(send.len()),
             send,
             recv,
         )
@@ -305,7 +305,7 @@ impl Group {
         self.check(
             Collective::AllReduce,
             Some(op),
-            Segments::Balanced(send.len()),
+            Counts::Balanced(send.len()),
             send,
             recv,
         )
@@ -325,7 +325,7 @@ impl Group {
         let mut checked = self.check(
             Collective::Broadcast,
             None,
-            Segments::Balanced(buffer.len()),
+            Counts::Balanced(buffer.len()),
             buffer,
             buffer,
         )?;
@@ -350,7 +350,7 @@ impl Group {
         self.check(
             Collective::AllToAll,
             None,
-            Segments::Even(len / world_size),
+            Counts::Even(len / world_size),
             send,
             recv,
         )
@@ -362,7 +362,7 @@ impl Group {
         let none =
             unsafe { AnySlice::from_raw_parts(std::ptr::null_mut(), 0, DType::U8, DeviceId::HOST) };
         let collective = Collective::Barrier;
-        let segments = Segments::Even(0);
+        let segments = Counts::Even(0);
         let call = Call {
             collective,
             op: None,
@@ -380,7 +380,7 @@ impl Group {
         }
     }
 
-    fn uneven(self, collective: Collective, counts: &[usize]) -> Result<Segments, CommError> {
+    fn uneven(self, collective: Collective, counts: &[usize]) -> Result<Counts, CommError> {
         if counts.len() != self.world_size {
             return Err(CommError::RankCounts {
                 collective,
@@ -393,14 +393,14 @@ impl Group {
         if total.is_none_or(|total| total > isize::MAX as usize) {
             return Err(CommError::CountsTooLarge { collective });
         }
-        Ok(Segments::Uneven(counts.into()))
+        Ok(Counts::Uneven(counts.into()))
     }
 
     fn check(
         self,
         collective: Collective,
         op: Option<ReduceOp>,
-        segments: Segments,
+        segments: Counts,
         send: AnySlice,
         recv: AnySlice,
     ) -> Result<Checked, CommError> {
@@ -518,9 +518,9 @@ mod tests {
     fn ranges_are_those_of_each_rank() {
         for n in [1, 2, 7] {
             for segments in [
-                Segments::Even(3),
-                Segments::Balanced(17),
-                Segments::Uneven((0..n).map(|q| q % 3).collect()),
+                Counts::Even(3),
+                Counts::Balanced(17),
+                Counts::Uneven((0..n).map(|q| q % 3).collect()),
             ] {
                 let each: Vec<_> = (0..n).map(|rank| segments.range(rank, n)).collect();
                 assert_eq!(segments.ranges(n).collect::<Vec<_>>(), each);

@@ -86,7 +86,7 @@ impl Collective {
 /// all-gather, the root's scatter included).
 ///
 /// If N does not divide S, segments are as equal as possible
-/// ([`Segments::Balanced`](crate::backend::Segments)), and the bytes are those of this rank's segment: exact
+/// ([`Counts::Balanced`](crate::backend::Counts)), and the bytes are those of this rank's segment: exact
 /// integers whose sum over the ranks is N times the formula.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]

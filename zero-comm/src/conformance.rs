@@ -14,7 +14,7 @@ use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Element};
 use zero_alloc::{Block, Pool, Purpose};
 
-use crate::call::{Group, Segments, balanced_range};
+use crate::call::{Counts, Group, balanced_range};
 use crate::{Collective, CommError, Communicator, ReduceOp, Traffic};
 
 /// The order of sums that a back end guarantees.
@@ -199,7 +199,7 @@ struct Shape {
     collective: Collective,
     op: ReduceOp,
     dtype: DType,
-    segments: Segments,
+    segments: Counts,
     root: usize,
     in_place: bool,
     control: bool,
@@ -248,10 +248,10 @@ impl Shape {
         };
 
         let segments = match collective {
-            ReduceScatter | AllGather if uneven => Segments::Uneven(segments.into()),
-            ReduceScatter | AllGather | AllToAll => Segments::Even(length(5)),
-            AllReduce | Broadcast => Segments::Balanced(length(5)),
-            Barrier => Segments::Even(0),
+            ReduceScatter | AllGather if uneven => Counts::Uneven(segments.into()),
+            ReduceScatter | AllGather | AllToAll => Counts::Even(length(5)),
+            AllReduce | Broadcast => Counts::Balanced(length(5)),
+            Barrier => Counts::Even(0),
         };
 
         let in_place = collective != AllToAll && pick(6, 2) == 0;
@@ -416,13 +416,11 @@ impl<D: Device> Rank<'_, D> {
         };
 
         text(match (shape.collective, &shape.segments) {
-            (ReduceScatter, Segments::Uneven(counts)) => {
+            (ReduceScatter, Counts::Uneven(counts)) => {
                 comm.reduce_scatter_uneven(stream, from, to, counts, shape.op)
             }
             (ReduceScatter, _) => comm.reduce_scatter(stream, from, to, shape.op),
-            (AllGather, Segments::Uneven(counts)) => {
-                comm.all_gather_uneven(stream, from, to, counts)
-            }
+            (AllGather, Counts::Uneven(counts)) => comm.all_gather_uneven(stream, from, to, counts),
             (AllGather, _) if shape.control => comm.control_all_gather(stream, from, to),
             (AllGather, _) => comm.all_gather(stream, from, to),
             (AllReduce, _) => comm.all_reduce(stream, from, to, shape.op),
@@ -481,9 +479,9 @@ impl<D: Device> Rank<'_, D> {
         };
 
         let own = match &shape.segments {
-            Segments::Even(len) => *len,
-            Segments::Uneven(counts) => counts[rank],
-            Segments::Balanced(len) => balanced_range(*len, n, rank).len(),
+            Counts::Even(len) => *len,
+            Counts::Uneven(counts) => counts[rank],
+            Counts::Balanced(len) => balanced_range(*len, n, rank).len(),
         };
 
         let others = shape.segments.total(n) - own;

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, Device};
 
-use crate::call::{Checked, Group, Segments, balanced_range};
+use crate::call::{Checked, Counts, Group, balanced_range};
 use crate::{Collective, CommError, Communicator, ReduceOp, Traffic};
 
 /// A communicator of all ranks whose reduce-scatters, all-gathers and all-reduces run in two
@@ -170,7 +170,7 @@ unsafe impl<D: Device> Communicator<D> for TwoLevel<D> {
         let group = self.group();
         checked.check_group(group)?;
         let call = checked.call();
-        let is_even = matches!(call.segments, Segments::Even(_));
+        let is_even = matches!(call.segments, Counts::Even(_));
         match (call.collective, call.op) {
             (Collective::ReduceScatter, Some(op)) if is_even && checked.may_overwrite_send() => {
                 self.reduce_scatter(stream, &checked, op)?;

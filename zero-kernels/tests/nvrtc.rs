@@ -6,7 +6,9 @@
 
 use std::io::Write;
 
-use zero_kernels::cuda::{Arch, Compile, CudaError, Nvrtc, Source, Target, kernel_signatures};
+use zero_kernels::cuda::{
+    Arch, Compile, CudaError, KernelSource, Nvrtc, Target, kernel_signatures,
+};
 
 /// No kernel here branches on the architecture, so the oldest one and one of today are enough;
 /// `ZERO_ALL_ARCHS=1` adds the others.
@@ -30,8 +32,8 @@ fn nvrtc(test: &str) -> Option<Nvrtc> {
 type Kernel = (&'static str, Vec<usize>);
 
 /// Every source with its kernels.
-fn sources() -> Vec<(Source, Vec<Kernel>)> {
-    let mut sources: Vec<(Source, Vec<Kernel>)> = Vec::new();
+fn sources() -> Vec<(KernelSource, Vec<Kernel>)> {
+    let mut sources: Vec<(KernelSource, Vec<Kernel>)> = Vec::new();
     for (source, entry, sizes) in kernel_signatures().unwrap() {
         match sources.iter_mut().find(|(known, _)| *known == source) {
             Some((_, kernels)) => kernels.push((entry, sizes)),
@@ -62,7 +64,7 @@ fn every_kernel_compiles_without_spills() {
     });
 }
 
-fn check_arch(nvrtc: &Nvrtc, arch: Arch, sources: &[(Source, Vec<Kernel>)]) {
+fn check_arch(nvrtc: &Nvrtc, arch: Arch, sources: &[(KernelSource, Vec<Kernel>)]) {
     for (source, kernels) in sources {
         let name = source.name;
         let compiled = nvrtc.compile(source, Target::Cubin(arch), true).unwrap();
@@ -105,7 +107,7 @@ fn compile_error_names_file_and_line() {
     let Some(nvrtc) = nvrtc("compile_error_names_file_and_line") else {
         return;
     };
-    let wrong = Source::new(
+    let wrong = KernelSource::new(
         "wrong.cu",
         "\n\nextern \"C\" __global__ void f() { undeclared(); }\n",
     );

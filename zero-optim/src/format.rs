@@ -246,7 +246,7 @@ impl StateArrays {
     }
 
     /// The parts of a piece, in bytes from its start: the masters, and each slot.
-    pub(crate) fn parts(&self, elems: usize) -> Parts {
+    pub(crate) fn parts(&self, elems: usize) -> PieceLayout {
         let mut end = 0_usize;
         let mut part = |bytes: usize| {
             let start = end.next_multiple_of(PART_ALIGN_BYTES);
@@ -256,7 +256,7 @@ impl StateArrays {
         let masters = part(self.masters.map_or(0, |masters| masters.bytes(elems)));
         let slots = self.slots.iter();
         let slots = slots.map(|slot| part(slot.codec.bytes(elems))).collect();
-        Parts {
+        PieceLayout {
             masters,
             slots,
             bytes: end.next_multiple_of(PIECE_ALIGN_BYTES),
@@ -265,7 +265,7 @@ impl StateArrays {
 }
 
 /// The parts of a piece, in bytes from its start.
-pub(crate) struct Parts {
+pub(crate) struct PieceLayout {
     pub(crate) masters: Range<usize>,
     pub(crate) slots: Vec<Range<usize>>,
     /// Bytes of the piece.

@@ -24,7 +24,7 @@ use std::time::Duration;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 #[cfg(target_os = "linux")]
-use zero_alloc::swap::{Held, SwapAccess, SwapParts, SwapRing};
+use zero_alloc::swap::{HeldPart, SwapAccess, SwapParts, SwapRing};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::{Codec, Kernels, Rounding};
 
@@ -133,18 +133,21 @@ enum Home<D: Device> {
         slots: Vec<Block<D>>,
     },
     /// Pieces, one after another.
-    Memory { places: Vec<Place>, block: Block<D> },
+    Memory {
+        places: Vec<PieceRange>,
+        block: Block<D>,
+    },
     /// Each piece is a part of a file.
     #[cfg(target_os = "linux")]
     File {
-        places: Vec<Place>,
+        places: Vec<PieceRange>,
         ring: SwapRing<D>,
     },
 }
 
 /// The place of a piece.
 #[derive(Debug)]
-struct Place {
+struct PieceRange {
     state: Range<usize>,
     /// Its first byte in the block.
     at: usize,
@@ -308,7 +311,7 @@ impl<D: Device> Pieces<D> {
                 })
             }
             Home::Memory { places, block } => {
-                let Place { state, at } = &places[overlap.index];
+                let PieceRange { state, at } = &places[overlap.index];
                 let bytes = self.arrays.parts(state.len()).bytes;
                 let memory = view(block).slice(*at..at + bytes);
                 decoder.piece(state.clone(), memory, None, access)
@@ -346,7 +349,7 @@ impl Pieces<HostDevice> {
         for state in cut(groups, sub_group_elems) {
             let at = bytes;
             bytes += arrays.parts(state.len()).bytes;
-            places.push(Place { state, at });
+            places.push(PieceRange { state, at });
         }
 
         let largest = places.iter().map(|place| place.state.len()).max();
@@ -366,7 +369,7 @@ impl Pieces<HostDevice> {
                 let host = pool.device();
                 let name = stream.name();
                 let limit = options.limit;
-                let bytes = |place: &Place| arrays.parts(place.state.len()).bytes;
+                let bytes = |place: &PieceRange| arrays.parts(place.state.len()).bytes;
                 let bytes: Vec<_> = places.iter().map(bytes).collect();
                 OptimError::check(*buffers > 0, "buffers", *buffers as f64, "at least 1")?;
                 let parts = SwapParts::create(host, name, dir, &bytes, options.clone())?;
@@ -419,7 +422,7 @@ fn cut(groups: &Resolved, sub_group_elems: usize) -> Vec<Range<usize>> {
 
 /// A piece of a file in a buffer.
 #[cfg(target_os = "linux")]
-type InFile<'a, D> = Held<'a, D>;
+type InFile<'a, D> = HeldPart<'a, D>;
 
 /// Other systems keep nothing in files.
 #[cfg(not(target_os = "linux"))]
@@ -542,7 +545,7 @@ impl<D: Device> Decoder<'_, D> {
     fn array<'h>(
         &self,
         state: Range<usize>,
-        held: Held<'h, D>,
+        held: HeldPart<'h, D>,
         array: Array,
     ) -> Result<HeldPiece<'h, D>, OptimError> {
         // SAFETY: used by operations of the stream, until the piece is released.

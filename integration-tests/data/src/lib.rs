@@ -75,7 +75,7 @@ pub use examples::{
     serve_templates,
 };
 pub use kind::{DataKind, has_tokens};
-pub use place::{Pace, Place};
+pub use place::{DataPosition, Pace};
 pub use source::{DataSource, FolderFiles};
 pub use token_cache::default_folder as default_token_cache;
 pub use tokenize::{TextTokenizer, check_tokenizer, tokenizer_checksum};
@@ -258,7 +258,7 @@ impl Dataset {
     }
 
     /// Begins the run's steps at `from`. Random windows have no place.
-    pub(crate) fn begin_at(&mut self, from: Place) {
+    pub(crate) fn begin_at(&mut self, from: DataPosition) {
         if let Order::InOrder(place) = &mut self.order {
             *place = from;
         }
@@ -420,7 +420,7 @@ fn read_tokens(path: &Path, format: TokenFormat) -> Result<Opened, DataError> {
     let tokens = Tokens::open(path, format)?;
     let len = HumanCount(tokens.len());
     let text = format!("{}: {len} tokens, in order, {by}", path.display());
-    let order = Order::InOrder(Place::default());
+    let order = Order::InOrder(DataPosition::default());
     Ok(Opened::new(tokens, order, path, text))
 }
 

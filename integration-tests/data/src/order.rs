@@ -6,14 +6,14 @@
 use zero_models::random::Counter;
 use zero_trainer::BatchAt;
 
-use super::place::Place;
+use super::place::DataPosition;
 
 /// The order of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
     /// Consecutive windows: row `b` of micro-batch `j` of step `s` starts at token
     /// `((s*A + j)*B*N + b)*T`, modulo the number of whole windows, if the run began at step 0.
-    InOrder(Place),
+    InOrder(DataPosition),
     /// Windows at random positions, drawn by (seed, step, micro-batch, row).
     Random,
 }
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const IN_ORDER: Order = Order::InOrder(Place { step: 0, rows: 0 });
+    const IN_ORDER: Order = Order::InOrder(DataPosition { step: 0, rows: 0 });
 
     const AT: BatchAt = BatchAt {
         step: 0,
@@ -179,7 +179,7 @@ mod tests {
             let alone = BatchAt { grad_accum: 1, world_size: 1, seq_len: 8, ..AT };
             let last = BatchAt { step: 4, micro_batch: before as usize, ..alone };
             let last = IN_ORDER.start(&last, before as usize - 1, len);
-            let order = Order::InOrder(Place { step: 5, rows: 5 * before });
+            let order = Order::InOrder(DataPosition { step: 5, rows: 5 * before });
             let next = order.start(&BatchAt { step: 5, micro_batch: after, ..alone }, 0, len);
             let windows = (len - 1) / 8;
             prop_assert_eq!(next, last.map(|last| (last / 8 + 1) % windows * 8));

@@ -1,6 +1,6 @@
 //! The place of a step in the data.
 //!
-//! A run's steps go through the rows of the data from a [`Place`], which a checkpoint keeps. A run
+//! A run's steps go through the rows of the data from a [`DataPosition`], which a checkpoint keeps. A run
 //! that resumes with other ranks, micro-batches or accumulation begins at a new place, behind the
 //! rows that its checkpoint has seen: so each row is trained once an epoch, whatever a step's size
 //! was.
@@ -9,14 +9,14 @@ use serde::{Deserialize, Serialize};
 
 /// A step, and the rows of all epochs that the steps before it trained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
+pub struct DataPosition {
     /// The step.
     pub step: u64,
     /// The rows before it.
     pub rows: u64,
 }
 
-impl Place {
+impl DataPosition {
     /// Whether it is the start of a run.
     pub fn is_start(&self) -> bool {
         *self == Self::default()
@@ -51,7 +51,7 @@ impl Pace {
     }
 
     /// The rows before `step` of a run that began at `from`.
-    pub fn rows_before(self, from: Place, step: u64) -> u64 {
+    pub fn rows_before(self, from: DataPosition, step: u64) -> u64 {
         let steps = step.saturating_sub(from.step);
         let Some(epoch) = self.epoch else {
             return from.rows.saturating_add(steps.saturating_mul(self.step));
@@ -69,7 +69,7 @@ impl Pace {
     }
 
     /// The first step behind `rows` rows.
-    pub fn step_behind(self, from: Place, rows: u64) -> u64 {
+    pub fn step_behind(self, from: DataPosition, rows: u64) -> u64 {
         let Some(left) = rows.checked_sub(from.rows) else {
             return from.step;
         };
@@ -116,7 +116,7 @@ mod tests {
             epoch in proptest::option::of(1_u64..40), rows_of_step in 1_u64..20, step in 0_u64..50, rows in 0_u64..120,
         ) {
             let pace = Pace::new(rows_of_step, epoch);
-            let from = Place { step, rows };
+            let from = DataPosition { step, rows };
             let mut seen = rows;
             for at in step..step + 60 {
                 prop_assert_eq!(pace.rows_before(from, at), seen);

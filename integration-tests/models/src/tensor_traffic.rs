@@ -59,12 +59,12 @@ impl TensorBytes {
 }
 
 /// Sums over ranks, each of all rows of the residual stream, and gathers of them.
-struct Rows {
+struct RowTransfers {
     sums: u64,
     gathers: u64,
 }
 
-impl Rows {
+impl RowTransfers {
     /// Those of a model of `layers` blocks.
     ///
     /// A block has two sums in its forward and two in its backward; embedding and head have one
@@ -94,7 +94,7 @@ impl ModelConfig {
         let tokens = options.tokens() as u64;
         let row = tokens * self.hidden() as u64;
         let layers = self.layers() as u64;
-        let Rows { sums, gathers } = Rows::of(options, layers, on_gpu);
+        let RowTransfers { sums, gathers } = RowTransfers::of(options, layers, on_gpu);
         let config = self.decoder();
         let of_block = match on_gpu {
             true => gpu::partial_elems(&config, options),

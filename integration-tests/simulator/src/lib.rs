@@ -67,5 +67,5 @@ pub use formulas::{Attention, Costs, PassSeconds, Shape, Software, ring};
 pub use machine::{Cluster, Machine, MachineError};
 pub use rows::{PREDICTED, Row, RowsError, Table, groups};
 pub use rule::{CALIBRATION_ROWS, calibration_rows, is_memory_tight, likely_range, row_weights};
-pub use step::{Run, SimulatedRow, Step, StepSchedules, Units};
+pub use step::{Run, SimulatedRow, SimulatedStep, StepSchedules, Units};
 pub use text::{from_text, to_text};

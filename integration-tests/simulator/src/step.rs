@@ -103,7 +103,7 @@ impl SimulatedRow {
 
 /// A simulated step.
 #[derive(Clone, Copy, Debug)]
-pub struct Step {
+pub struct SimulatedStep {
     /// Seconds of a step.
     pub seconds: f64,
     /// Of them, those in which the compute stream of the GPU has no operation: it waits for
@@ -117,14 +117,14 @@ pub struct Step {
 
 /// Seconds of one recorded step.
 #[derive(Clone, Copy, Debug, Default)]
-struct Parts {
+struct StepSeconds {
     seconds: f64,
     busy_s: f64,
     network_s: f64,
     links_s: f64,
 }
 
-impl Parts {
+impl StepSeconds {
     /// Parts of a step with `more` micro-batches than `self`, where `fewer` has one less.
     fn extrapolated(self, fewer: Self, more: f64) -> Self {
         let at = |own: f64, fewer: f64| own + more * (own - fewer);
@@ -320,7 +320,7 @@ impl StepSchedules {
     }
 
     /// The step at these costs.
-    pub fn step(&self, costs: &Costs<'_>) -> Step {
+    pub fn step(&self, costs: &Costs<'_>) -> SimulatedStep {
         let passes = self.passes(costs);
         let parts: Vec<_> = self
             .recorded()
@@ -333,7 +333,7 @@ impl StepSchedules {
             }
             _ => parts.first().copied().unwrap_or_default(),
         };
-        Step {
+        SimulatedStep {
             seconds: of_step.seconds,
             idle_s: (of_step.seconds - of_step.busy_s).max(0.0),
             network_s: of_step.network_s,
@@ -357,13 +357,13 @@ impl StepSchedules {
     }
 
     /// The parts of the last step: between the last two marks.
-    fn parts(&self, recorded: &StepSchedule, times: &Times) -> Parts {
+    fn parts(&self, recorded: &StepSchedule, times: &Times) -> StepSeconds {
         let [.., before, after] = times.marks[..] else {
-            return Parts::default();
+            return StepSeconds::default();
         };
-        let mut parts = Parts {
+        let mut parts = StepSeconds {
             seconds: (after - before) * 1e-9,
-            ..Parts::default()
+            ..StepSeconds::default()
         };
         let operations = recorded.schedule.operations();
         for (operation, [start, end]) in operations.zip(&times.operations) {

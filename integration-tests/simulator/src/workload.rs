@@ -20,14 +20,14 @@ pub(crate) const OUTPUT: DType = DType::Bf16;
 
 /// The computation of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum PassKind {
     Embedding,
     Block,
     Head,
 }
 
 /// The class of a pass's operations.
-pub(crate) fn pass_class(kind: Kind, backward: bool) -> u32 {
+pub(crate) fn pass_class(kind: PassKind, backward: bool) -> u32 {
     2 * kind as u32 + u32::from(backward)
 }
 
@@ -48,11 +48,11 @@ pub(crate) struct ShapeWorkload {
 }
 
 impl ShapeWorkload {
-    fn kind(&self, pass: usize) -> Kind {
+    fn kind(&self, pass: usize) -> PassKind {
         match pass {
-            _ if pass + 1 == self.passes.len() => Kind::Head,
-            0 => Kind::Embedding,
-            _ => Kind::Block,
+            _ if pass + 1 == self.passes.len() => PassKind::Head,
+            0 => PassKind::Embedding,
+            _ => PassKind::Block,
         }
     }
 
@@ -123,11 +123,11 @@ impl<D: Device<Stream = HostStream>> ShapeModel<D> {
         };
         let sums = match (&self.ranks.tensor, kind) {
             (None, _) => 0,
-            (Some(_), Kind::Block) => of_block,
-            (Some(_), Kind::Embedding | Kind::Head) => 1,
+            (Some(_), PassKind::Block) => of_block,
+            (Some(_), PassKind::Embedding | PassKind::Head) => 1,
         };
         let exchanges = match (&self.ranks.sequence, kind) {
-            (Some(_), Kind::Block) => of_block,
+            (Some(_), PassKind::Block) => of_block,
             _ => 0,
         };
         let parts = sums.max(exchanges).max(1);

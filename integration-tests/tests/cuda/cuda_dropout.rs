@@ -153,7 +153,7 @@ fn embeddings_with_documents_and_dropout() {
                     false => vec![1.0; rows * n],
                 };
                 let keys = keys(&gpu, &draws(batch));
-                let of = embedding::Rows {
+                let of = embedding::BatchLayout {
                     batch,
                     span: Span::whole(seq),
                     documents: packed.then(|| gpu.words(&starts)),

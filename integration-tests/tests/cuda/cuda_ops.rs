@@ -235,7 +235,7 @@ fn embeddings() {
             let e = rounded(&wte, dtype);
             let p = rounded(&wpe, dtype);
             let d = rounded(&dx, dtype);
-            let of = embedding::Rows {
+            let of = embedding::BatchLayout {
                 batch,
                 span: Span::whole(seq),
                 documents: None,

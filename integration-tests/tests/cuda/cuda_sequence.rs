@@ -6,15 +6,15 @@ use zero_models::cuda::attention::{Attention, Masks, Shape};
 use zero_models::cuda::dropout::{self, Dropout};
 use zero_models::cuda::embedding::{self, TokenLists, sort_tokens};
 use zero_models::cuda::rope::{self, Angles};
-use zero_models::cuda::sequence::{self, Step};
-use zero_models::ops::sequence::Exchange;
+use zero_models::cuda::sequence::{self, PackStep};
+use zero_models::ops::sequence::HeadExchange;
 use zero_models::ops::{Heads, Span};
 
 use crate::cuda_attention::{documents, table};
 use crate::cuda_dropout::{SITE, draws, keys};
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
 
-fn exchanges() -> Vec<Exchange> {
+fn exchanges() -> Vec<HeadExchange> {
     // Heads of keys for each rank, one for several ranks, and none; vectors, and odd heads.
     let cases = [
         [2, 4, 4, 8],
@@ -23,7 +23,7 @@ fn exchanges() -> Vec<Exchange> {
         [2, 6, 0, 8],
         [1, 2, 1, 5],
     ];
-    let exchange = |[ranks, heads, kv_heads, d]: [usize; 4]| Exchange {
+    let exchange = |[ranks, heads, kv_heads, d]: [usize; 4]| HeadExchange {
         ranks,
         batch: 3,
         seq: 5 * ranks,
@@ -43,20 +43,20 @@ fn exchanges_have_the_host_s_bits() {
         for exchange in exchanges() {
             let elems = exchange.elems();
             let tokens = exchange.tokens_elems();
-            for step in Step::ALL {
+            for step in PackStep::ALL {
                 let [out_elems, x_elems] = match step {
-                    Step::PackTokens => [elems, tokens],
-                    Step::UnpackTokens => [tokens, elems],
+                    PackStep::PackTokens => [elems, tokens],
+                    PackStep::UnpackTokens => [tokens, elems],
                     _ => [elems, elems],
                 };
                 let x = values(x_elems, 1);
                 let stored: Vec<f32> = rounded(&x, dtype).iter().map(|x| *x as f32).collect();
                 let mut want = vec![f32::NAN; out_elems];
                 let on_host = match step {
-                    Step::PackTokens => Exchange::pack_tokens,
-                    Step::UnpackHeads => Exchange::unpack_heads,
-                    Step::PackHeads => Exchange::pack_heads,
-                    Step::UnpackTokens => Exchange::unpack_tokens,
+                    PackStep::PackTokens => HeadExchange::pack_tokens,
+                    PackStep::UnpackHeads => HeadExchange::unpack_heads,
+                    PackStep::PackHeads => HeadExchange::pack_heads,
+                    PackStep::UnpackTokens => HeadExchange::unpack_tokens,
                 };
                 on_host(exchange, &mut want, &stored);
 
@@ -121,7 +121,7 @@ fn parts_of_tokens() {
             let dropout = Dropout::new(keys, 0.4, SITE).unwrap();
             let dropout = dropout.from_line(span.first);
             let documents = packed.then(|| gpu.words(&part(&starts, seq, 1, span)));
-            let rows_of = embedding::Rows {
+            let rows_of = embedding::BatchLayout {
                 batch,
                 span,
                 documents,

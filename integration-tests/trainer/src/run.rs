@@ -28,7 +28,7 @@ use crate::stages::stages_0_to_2::Stages0To2;
 use crate::step::batch_loader::BatchLoader;
 use crate::step::flags::{self, Enqueued, Flags};
 use crate::step::inputs::StepInputs;
-use crate::step::recorder::{Part, Recorder};
+use crate::step::recorder::{GraphPart, Recorder};
 use crate::telemetry::metrics::Best;
 use crate::telemetry::metrics::StepMetrics;
 use crate::telemetry::observer::{Moved, Observed, Observer, tokens_per_step};
@@ -62,7 +62,7 @@ pub(crate) fn run_rank<D: Device>(
     let flags = Flags::new(rank)?;
     let _guard = AbortOnPanic(rank);
 
-    let parts = Parts {
+    let parts = StepContext {
         rank,
         workload,
         options,
@@ -106,7 +106,7 @@ fn create<D: Device>(
 }
 
 /// What computes a step.
-struct Parts<'a, D: Device> {
+struct StepContext<'a, D: Device> {
     rank: &'a Rank<D>,
     workload: &'a dyn Workload<D>,
     options: &'a RunOptions,
@@ -116,7 +116,7 @@ struct Parts<'a, D: Device> {
     recorder: &'a mut Recorder<'a, D>,
 }
 
-impl<D: Device> Parts<'_, D> {
+impl<D: Device> StepContext<'_, D> {
     /// Enqueues the step after `done` steps, and loads the first batch of the next one. `ready` is
     /// called behind backward: whether the rank is ready to advance the save in progress.
     fn enqueue_step(
@@ -160,11 +160,11 @@ impl<D: Device> Parts<'_, D> {
         };
 
         let optimizer = stage.optimizer();
-        recorder.run(Part::Decision, || optimizer.decide(rank, inputs))?;
+        recorder.run(GraphPart::Decision, || optimizer.decide(rank, inputs))?;
         optimizer.expect_outcome(rank)?;
 
         rank.timeline.set_phase(Phase::Optimizer.name());
-        recorder.run(Part::Update, || stage.update(rank))?;
+        recorder.run(GraphPart::Update, || stage.update(rank))?;
         if done + 1 < options.steps {
             // An error recurs when the batch is needed.
             let _ignored = run_in(rank, Phase::Data, || batches.load(model, done + 1, 0));
@@ -192,7 +192,7 @@ pub(crate) fn enqueue_steps<D: Device>(
     let mut stage = create(rank, &*model)?;
     let flags = Flags::new(rank)?;
     let mut batches = BatchLoader::new(rank, workload, options);
-    let mut parts = Parts {
+    let mut parts = StepContext {
         rank,
         workload,
         options,
@@ -239,7 +239,7 @@ pub(crate) fn enqueue_steps<D: Device>(
 
 /// A run on one rank.
 struct Run<'a, D: Device> {
-    parts: Parts<'a, D>,
+    parts: StepContext<'a, D>,
     batches: BatchLoader<'a, D>,
     evaluations: Evaluations<'a>,
     saver: Option<Saver>,
@@ -260,8 +260,8 @@ struct Decided {
 
 impl<'a, D: Device> Run<'a, D> {
     /// Sets the weights, or restores a checkpoint.
-    fn start(mut parts: Parts<'a, D>) -> Result<Self, TrainError> {
-        let Parts {
+    fn start(mut parts: StepContext<'a, D>) -> Result<Self, TrainError> {
+        let StepContext {
             rank,
             workload,
             options,
@@ -322,7 +322,7 @@ impl<'a, D: Device> Run<'a, D> {
     /// Runs a step and the evaluation after it, and passes the metrics to `observe`.
     fn observed_step(&mut self, observe: Observe<'_>) -> Result<StepMetrics, TrainError> {
         let done = self.summary.step;
-        let Parts { rank, options, .. } = self.parts;
+        let StepContext { rank, options, .. } = self.parts;
         if (done - self.summary.resumed_at).is_multiple_of(STEPS_AHEAD) {
             self.parts.stage.optimizer().prepare_steps(rank)?;
         }
@@ -342,7 +342,7 @@ impl<'a, D: Device> Run<'a, D> {
         self.summary.cancelled = flags::stop(outcome.flags()) && metrics.step < options.steps;
         // An interrupted run saves at once.
         if !self.summary.cancelled && self.evaluations.is_due(metrics.step) {
-            let Parts { stage, model, .. } = &mut self.parts;
+            let StepContext { stage, model, .. } = &mut self.parts;
             metrics.validation = self.evaluations.run(rank, *stage, model)?;
             self.summary.cancelled = metrics.validation.is_none();
             self.batches.forget();
@@ -352,7 +352,7 @@ impl<'a, D: Device> Run<'a, D> {
             && !self.summary.cancelled
             && samples.is_due(metrics.step, options.steps)
         {
-            let Parts { stage, model, .. } = &mut self.parts;
+            let StepContext { stage, model, .. } = &mut self.parts;
             metrics.sample = samples::run(rank, *stage, model, options, samples)?;
             self.batches.forget();
         }
@@ -378,7 +378,7 @@ impl<'a, D: Device> Run<'a, D> {
 
         // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2
         // the gather after the update overlaps the next step's forward.
-        let Parts {
+        let StepContext {
             rank,
             options,
             flags,
@@ -430,7 +430,7 @@ impl<'a, D: Device> Run<'a, D> {
 
     /// Compares replicas and begins a save after a step, where each is due.
     fn save_if_due(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
-        let Parts { rank, options, .. } = self.parts;
+        let StepContext { rank, options, .. } = self.parts;
         // A checkpoint of weights that may not be finite must not replace an older one; those that
         // give no finite loss are of no use.
         let maybe_bad = self.skipped_in_row > 0;
@@ -465,7 +465,7 @@ impl<'a, D: Device> Run<'a, D> {
 
     /// Lets later saves delete no older checkpoint.
     fn keep_older_checkpoints(&mut self) -> Result<(), TrainError> {
-        let Parts { rank, options, .. } = self.parts;
+        let StepContext { rank, options, .. } = self.parts;
         if let (Some((dir, _)), Some(mut old)) = (&options.checkpoint, self.saver.take()) {
             old.complete(rank)?;
             drop(old);
@@ -477,7 +477,7 @@ impl<'a, D: Device> Run<'a, D> {
 
     /// Begins a save, if the run saves. `superseded` was the best step until this one.
     fn save(&mut self, superseded: Option<Best>) -> Result<(), TrainError> {
-        let Parts {
+        let StepContext {
             rank,
             workload,
             options,
@@ -510,7 +510,7 @@ impl<'a, D: Device> Run<'a, D> {
 
     /// Completes saves and the last update.
     fn finish(mut self) -> Result<RankSummary, TrainError> {
-        let Parts { rank, options, .. } = self.parts;
+        let StepContext { rank, options, .. } = self.parts;
         let step = self.summary.step;
         // No step ran: save the resumed state to the new directory, sharded for these ranks.
         if self.saver.is_some() && self.summary.last.is_none() && !options.saves_in_place() {
@@ -546,7 +546,10 @@ impl<'a, D: Device> Run<'a, D> {
 
 /// Restores the checkpoint to resume from. Rank 0 checks that it is complete; every rank opens the
 /// files that it reads.
-fn restore<D: Device>(parts: &mut Parts<'_, D>, dir: &Path) -> Result<TrainerState, TrainError> {
+fn restore<D: Device>(
+    parts: &mut StepContext<'_, D>,
+    dir: &Path,
+) -> Result<TrainerState, TrainError> {
     let rank = parts.rank;
     let index = rank.comm.rank() as u64;
     let exchange = &mut RankExchange::of(rank);

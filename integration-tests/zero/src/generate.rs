@@ -105,7 +105,7 @@ pub enum GenerateDtype {
 /// Flags, a folder or a prompt that cannot be used, or weights that cannot be read.
 pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let sampling = sampling(args)?;
-    let source = Source::open(args)?;
+    let source = WeightSource::open(args)?;
     for warning in source.folder.warnings() {
         print_note(format_args!("note: {warning}"));
     }
@@ -228,12 +228,12 @@ fn read_prompt(path: &Path) -> Result<Vec<u8>, CliError> {
 }
 
 /// The weights, and the run that made them.
-struct Source {
+struct WeightSource {
     folder: HfFolder,
     run: Option<RunRecord>,
 }
 
-impl Source {
+impl WeightSource {
     fn open(args: &GenerateArgs) -> Result<Self, CliError> {
         let folder = match (&args.model, &args.checkpoint) {
             (Some(path), _) => HfFolder::open(path),

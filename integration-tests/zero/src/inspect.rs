@@ -145,7 +145,7 @@ fn open(args: &InspectArgs) -> Result<Inspected, CliError> {
 
 /// The first rows of data.
 struct View {
-    rows: Vec<Vec<Part>>,
+    rows: Vec<Vec<RowPart>>,
     /// Figures of all rows, for JSON.
     figures: Map<String, Value>,
     /// One line about all rows.
@@ -153,7 +153,7 @@ struct View {
 }
 
 /// The part of a row that is one example, or all of it.
-struct Part {
+struct RowPart {
     /// The file and the line, or the tokens.
     place: String,
     /// The same for JSON.
@@ -202,7 +202,7 @@ fn of_examples(rows: &ExampleRows, shown: usize) -> Result<View, CliError> {
         let decode = |tokens: &[u32]| examples.decode(tokens).map_err(CliError::failure);
         let (file, line) = examples.place(index as usize);
         let file = file.display().to_string();
-        Ok(Part {
+        Ok(RowPart {
             place: format!("{}, line {line}", printable(&file)),
             keys: object(json!({"file": file, "line": line})),
             pieces: pieces(tokens, decode)?,
@@ -255,7 +255,7 @@ fn of_stream(inspected: &Inspected, args: &InspectArgs) -> Result<View, CliError
         let first = row * longest;
         let tokens = inputs.first().map(|&token| (token, false)).into_iter();
         let tokens = tokens.chain(targets.into_iter().map(|token| (token, true)));
-        Ok(vec![Part {
+        Ok(vec![RowPart {
             place: format!(
                 "tokens {} to {}",
                 HumanCount(first),
@@ -290,7 +290,7 @@ fn object(value: Value) -> Map<String, Value> {
 }
 
 fn as_json(inspected: &Inspected, view: &View) -> Value {
-    let piece = |part: &Part, piece: &Piece| {
+    let piece = |part: &RowPart, piece: &Piece| {
         let mut fields = part.keys.clone();
         fields.extend(object(json!({
             "trained": piece.trained,
@@ -299,7 +299,7 @@ fn as_json(inspected: &Inspected, view: &View) -> Value {
         })));
         Value::Object(fields)
     };
-    let of_part = |part: &Part| {
+    let of_part = |part: &RowPart| {
         part.pieces
             .iter()
             .map(|one| piece(part, one))

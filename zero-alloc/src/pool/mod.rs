@@ -50,7 +50,7 @@ pub use block_map::BlockMap;
 pub use error::AllocError;
 pub use map::{MemoryMap, Span};
 pub use purpose::Purpose;
-pub use report::{Change, Held, MemoryKind, Report};
+pub use report::{AllocatedBytes, Change, MemoryKind, Report};
 
 /// The alignment of blocks, if the device's backings have it.
 const ALIGN_BYTES: usize = 256;

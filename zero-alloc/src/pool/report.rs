@@ -38,7 +38,7 @@ impl fmt::Display for MemoryKind {
 /// Requested bytes, without padding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Held {
+pub struct AllocatedBytes {
     /// Live now.
     pub live_bytes: usize,
     /// The peak since the pool was made or [`Pool::reset_peaks`](super::Pool::reset_peaks).
@@ -50,9 +50,9 @@ pub struct Held {
 #[non_exhaustive]
 pub struct Report {
     /// By purpose, in the order of [`Purpose::ALL`].
-    pub purposes: [Held; Purpose::COUNT],
+    pub purposes: [AllocatedBytes; Purpose::COUNT],
     /// All purposes together.
-    pub total: Held,
+    pub total: AllocatedBytes,
     /// The kind of memory.
     pub memory: MemoryKind,
     /// Reserved from the device.
@@ -82,7 +82,7 @@ impl Report {
     }
 
     /// The bytes of one purpose.
-    pub fn of(&self, purpose: Purpose) -> Held {
+    pub fn of(&self, purpose: Purpose) -> AllocatedBytes {
         self.purposes[purpose as usize]
     }
 }

@@ -2,7 +2,7 @@
 
 use parking_lot::Mutex;
 
-use super::request::Request;
+use super::request::TransferRequest;
 
 /// How a request fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,13 +58,13 @@ impl Injected {
         &mut self,
         fault: Option<Fault>,
         slot: usize,
-        request: Request,
-    ) -> Option<Request> {
+        request: TransferRequest,
+    ) -> Option<TransferRequest> {
         match fault {
             Some(Fault::Errno(errno)) => self.done.push((slot, -errno)),
             Some(Fault::Short(0)) => self.done.push((slot, 0)),
             Some(Fault::Short(bytes)) => {
-                return Some(Request {
+                return Some(TransferRequest {
                     bytes: bytes.min(request.bytes),
                     ..request
                 });

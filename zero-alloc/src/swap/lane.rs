@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::open_file::OpenFile;
 use super::options::ALIGN_BYTES;
 use super::queue::Queue;
-use super::request::{Address, Request};
+use super::request::{Address, TransferRequest};
 use super::{SwapBuffer, SwapError};
 use crate::TimeLimit;
 use crate::device::{AnySlice, Cause, DeviceError, DeviceId, Stream};
@@ -186,9 +186,9 @@ fn requests(
     ranges: &[(u64, AnySlice)],
     write: bool,
     request_bytes: usize,
-) -> impl Iterator<Item = Request> {
+) -> impl Iterator<Item = TransferRequest> {
     ranges.iter().flat_map(move |&(offset, slice)| {
-        let whole = Request {
+        let whole = TransferRequest {
             offset,
             address: Address(slice.as_ptr()),
             bytes: slice.len_bytes(),
@@ -196,7 +196,7 @@ fn requests(
         };
         (0..whole.bytes).step_by(request_bytes).map(move |at| {
             let rest = whole.rest(at);
-            Request {
+            TransferRequest {
                 bytes: rest.bytes.min(request_bytes),
                 ..rest
             }
@@ -208,11 +208,11 @@ fn requests(
 struct Transfer<'a> {
     file: &'a OpenFile,
     /// The requests in flight, by slot.
-    slots: Vec<Option<Request>>,
+    slots: Vec<Option<TransferRequest>>,
     free: Vec<usize>,
     in_flight: InFlight,
     /// Requests to submit again.
-    again: Vec<Request>,
+    again: Vec<TransferRequest>,
     /// The first error; no request is submitted after it.
     failed: Option<SwapError>,
     /// The time since a request last came back.
@@ -241,7 +241,7 @@ impl<'a> Transfer<'a> {
     fn run(
         &mut self,
         queue: &mut Queue,
-        mut requests: impl Iterator<Item = Request>,
+        mut requests: impl Iterator<Item = TransferRequest>,
     ) -> Result<(), SwapError> {
         let mut done = Vec::with_capacity(self.slots.len());
         loop {

@@ -63,4 +63,4 @@ pub use file::SwapFile;
 pub use lane::SwapLane;
 pub use options::{SwapEngine, SwapOptions};
 pub use parts::SwapParts;
-pub use ring::{Held, SwapAccess, SwapRing};
+pub use ring::{HeldPart, SwapAccess, SwapRing};

@@ -13,7 +13,7 @@ use rustix::process::Resource;
 
 use super::SwapError;
 use super::options::SwapOptions;
-use super::request::Request;
+use super::request::TransferRequest;
 
 /// A file without a name, whose space is reserved.
 #[derive(Debug)]
@@ -61,8 +61,8 @@ impl OpenFile {
     }
 
     /// The failure of a request.
-    pub(super) fn failed(&self, request: &Request, error: io::Error) -> SwapError {
-        let Request { offset, bytes, .. } = *request;
+    pub(super) fn failed(&self, request: &TransferRequest, error: io::Error) -> SwapError {
+        let TransferRequest { offset, bytes, .. } = *request;
         SwapError::Transfer {
             dir: self.dir.clone(),
             op: request.op(),
@@ -73,8 +73,8 @@ impl OpenFile {
     }
 
     /// The failure of a request that is not back within the limit.
-    pub(super) fn late(&self, request: &Request) -> SwapError {
-        let Request { offset, bytes, .. } = *request;
+    pub(super) fn late(&self, request: &TransferRequest) -> SwapError {
+        let TransferRequest { offset, bytes, .. } = *request;
         SwapError::Late {
             dir: self.dir.clone(),
             op: request.op(),

@@ -28,9 +28,9 @@ impl Transfers {
 /// [`SwapRing`](super::SwapRing): one part for each unit of parameters or gradients, or for each
 /// piece of optimizer state. Cheap to clone.
 #[derive(Clone)]
-pub struct SwapParts(pub(super) Arc<Parts>);
+pub struct SwapParts(pub(super) Arc<SharedParts>);
 
-pub(super) struct Parts {
+pub(super) struct SharedParts {
     pub(super) file: SwapFile,
     extents: Vec<Extent>,
     transfers: Mutex<Vec<LastTransfers>>,
@@ -94,7 +94,7 @@ impl SwapParts {
         };
         let writes = Transfers::new(host, &format!("{name} writes"), &file)?;
         let transfers = Mutex::new(vec![LastTransfers::default(); extents.len()]);
-        Ok(Self(Arc::new(Parts {
+        Ok(Self(Arc::new(SharedParts {
             file,
             extents,
             transfers,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::open_file::OpenFile;
-use super::request::Request;
+use super::request::TransferRequest;
 use super::threads::Threads;
 use super::uring::Uring;
 use super::{SwapBuffer, SwapEngine};
@@ -55,7 +55,7 @@ impl Queue {
     pub(super) fn push(
         &mut self,
         slot: usize,
-        request: Request,
+        request: TransferRequest,
         file: &OpenFile,
     ) -> io::Result<()> {
         let _ = file;

@@ -9,14 +9,14 @@ unsafe impl Send for Address {}
 
 /// One request to the kernel.
 #[derive(Clone, Copy)]
-pub(super) struct Request {
+pub(super) struct TransferRequest {
     pub(super) offset: u64,
     pub(super) address: Address,
     pub(super) bytes: usize,
     pub(super) write: bool,
 }
 
-impl Request {
+impl TransferRequest {
     pub(super) fn op(&self) -> &'static str {
         if self.write { "write" } else { "read" }
     }

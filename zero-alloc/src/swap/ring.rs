@@ -6,8 +6,8 @@
 //! | [`SwapRing::acquire`] to overwrite, or of a part that a buffer still has | the user's | none | the buffer is free | |
 //! | [`SwapRing::acquire_range`] | `NAME reads` | read a range of the part | as above | as above |
 //! | the program's operations | the user's | | | |
-//! | [`Held::write_back`] | `NAME writes` | write the buffer to the part | the user's stream; reads of the part, also into other rings | the buffer is free, the part is written |
-//! | the drop of [`Held`] | the user's | none | | the buffer is free |
+//! | [`HeldPart::write_back`] | `NAME writes` | write the buffer to the part | the user's stream; reads of the part, also into other rings | the buffer is free, the part is written |
+//! | the drop of [`HeldPart`] | the user's | none | | the buffer is free |
 //!
 //! So with three buffers, one part is read, one is used and one is written at the same time.
 //!
@@ -64,7 +64,7 @@ struct Content {
 
 /// A point on a stream of the user, or on one that reads or writes.
 enum Point<D: Device> {
-    /// The end of the stream at the next use, if a [`Held`] was forgotten instead of dropped.
+    /// The end of the stream at the next use, if a [`HeldPart`] was forgotten instead of dropped.
     Held(D::Stream),
     User(D::Event),
     Transfer(HostEvent),
@@ -152,7 +152,7 @@ impl<D: Device> SwapRing<D> {
         stream: &D::Stream,
         part: usize,
         access: SwapAccess,
-    ) -> Result<Held<'_, D>, DeviceError> {
+    ) -> Result<HeldPart<'_, D>, DeviceError> {
         self.device.check_stream("SwapRing::acquire", stream)?;
         let bytes = self.parts.part_bytes(part);
         let last = Content {
@@ -184,9 +184,9 @@ impl<D: Device> SwapRing<D> {
         (part, access): (usize, SwapAccess),
         buffer: usize,
         bytes: Range<usize>,
-    ) -> Held<'_, D> {
+    ) -> HeldPart<'_, D> {
         self.buffers[buffer].free = Some(Point::Held(stream.clone()));
-        Held {
+        HeldPart {
             stream: stream.clone(),
             part,
             access,
@@ -209,7 +209,7 @@ impl<D: Device> SwapRing<D> {
         stream: &D::Stream,
         part: usize,
         range: Range<usize>,
-    ) -> Result<Held<'_, D>, DeviceError> {
+    ) -> Result<HeldPart<'_, D>, DeviceError> {
         self.device
             .check_stream("SwapRing::acquire_range", stream)?;
         let bytes = self.parts.part_bytes(part);
@@ -275,7 +275,7 @@ impl<D: Device> SwapRing<D> {
         }
     }
 
-    /// Records the end of the uses of a buffer whose [`Held`] was forgotten.
+    /// Records the end of the uses of a buffer whose [`HeldPart`] was forgotten.
     fn record_forgotten(&mut self, buffer: usize) -> Result<(), DeviceError> {
         let free = &mut self.buffers[buffer].free;
         if let Some(Point::Held(stream)) = free {
@@ -285,7 +285,7 @@ impl<D: Device> SwapRing<D> {
     }
 
     fn slice(&self, buffer: usize) -> AnySlice {
-        // SAFETY: the ring owns the buffer. `free` orders its uses, which are those of `Held` and
+        // SAFETY: the ring owns the buffer. `free` orders its uses, which are those of `HeldPart` and
         // the transfers, and the drop of the ring waits for the last of them.
         unsafe { self.buffers[buffer].memory.slice() }
     }
@@ -319,7 +319,7 @@ impl<D: Device> Drop for SwapRing<D> {
 /// A part in a buffer, which is free again after the operations that are enqueued on the stream
 /// until this is dropped.
 #[must_use = "a part that was written must be written back"]
-pub struct Held<'a, D: Device> {
+pub struct HeldPart<'a, D: Device> {
     ring: &'a mut SwapRing<D>,
     stream: D::Stream,
     buffer: usize,
@@ -329,7 +329,7 @@ pub struct Held<'a, D: Device> {
     is_released: bool,
 }
 
-impl<D: Device> Held<'_, D> {
+impl<D: Device> HeldPart<'_, D> {
     /// The bytes of the part, or of its range.
     ///
     /// # Safety
@@ -339,10 +339,10 @@ impl<D: Device> Held<'_, D> {
         self.memory
     }
 
-    /// [`Held::bytes`] as elements of `dtype`.
+    /// [`HeldPart::bytes`] as elements of `dtype`.
     ///
     /// # Safety
-    /// As for [`Held::bytes`].
+    /// As for [`HeldPart::bytes`].
     ///
     /// # Panics
     /// The length is not a multiple of the element's.
@@ -400,7 +400,7 @@ impl<D: Device> Held<'_, D> {
     }
 }
 
-impl<D: Device> Drop for Held<'_, D> {
+impl<D: Device> Drop for HeldPart<'_, D> {
     fn drop(&mut self) {
         // A closed stream runs nothing more.
         if !self.is_released

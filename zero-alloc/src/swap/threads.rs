@@ -10,7 +10,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 
 use super::open_file::OpenFile;
-use super::request::Request;
+use super::request::TransferRequest;
 
 const STACK_BYTES: usize = 128 << 10;
 
@@ -25,7 +25,7 @@ struct Shared {
 
 #[derive(Default)]
 struct Jobs {
-    queue: VecDeque<(usize, Request)>,
+    queue: VecDeque<(usize, TransferRequest)>,
     closed: bool,
 }
 
@@ -53,7 +53,7 @@ impl Threads {
         Ok(pool)
     }
 
-    pub(super) fn push(&self, slot: usize, request: Request) {
+    pub(super) fn push(&self, slot: usize, request: TransferRequest) {
         self.shared.jobs.lock().queue.push_back((slot, request));
         self.shared.arrived.notify_one();
     }
@@ -92,7 +92,7 @@ fn work(shared: &Shared, fd: RawFd) {
                 shared.arrived.wait(&mut jobs);
             }
         };
-        let Request {
+        let TransferRequest {
             offset,
             address,
             bytes,

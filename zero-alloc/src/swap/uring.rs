@@ -8,7 +8,7 @@ use io_uring::{IoUring, opcode, types};
 
 use super::SwapBuffer;
 use super::open_file::OpenFile;
-use super::request::Request;
+use super::request::TransferRequest;
 
 /// The largest buffer that the kernel registers.
 const MAX_BUFFER_BYTES: usize = 1 << 30;
@@ -83,7 +83,7 @@ impl Uring {
     }
 
     /// The index of the registered buffer that contains the request's memory.
-    fn buffer(&self, request: &Request) -> Option<u16> {
+    fn buffer(&self, request: &TransferRequest) -> Option<u16> {
         let at = request.address.0.addr();
         let index = self
             .pieces
@@ -95,8 +95,8 @@ impl Uring {
 
     /// Queues a request; [`Uring::wait`] submits it. The caller keeps at most `queue_depth` requests
     /// in flight.
-    pub(super) fn push(&mut self, slot: usize, request: Request) -> io::Result<()> {
-        let Request {
+    pub(super) fn push(&mut self, slot: usize, request: TransferRequest) -> io::Result<()> {
+        let TransferRequest {
             offset,
             address,
             bytes,

@@ -36,9 +36,9 @@ pub struct StateSpec {
 
 /// A range of elements of one unit, counted without padding: `(unit, start, end)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Piece(pub u64, pub u64, pub u64);
+pub struct UnitRange(pub u64, pub u64, pub u64);
 
-impl Piece {
+impl UnitRange {
     /// Number of elements.
     pub(crate) fn elems(self) -> u64 {
         self.2.saturating_sub(self.1)
@@ -48,7 +48,7 @@ impl Piece {
 /// The tensors of one shard file and their byte ranges.
 #[derive(Clone, Debug)]
 pub(crate) struct FileLayout {
-    pub(crate) pieces: Vec<Piece>,
+    pub(crate) pieces: Vec<UnitRange>,
     /// The start of each state in the state bytes, then the end of the last.
     state_starts: Vec<u64>,
     /// The number of elements of the file before each piece, then the number of all.
@@ -58,7 +58,7 @@ pub(crate) struct FileLayout {
 
 impl FileLayout {
     /// Lays out `pieces` for `states`; `None` if a size exceeds 64 bits.
-    pub(crate) fn new(states: &[StateSpec], pieces: Vec<Piece>) -> Option<Self> {
+    pub(crate) fn new(states: &[StateSpec], pieces: Vec<UnitRange>) -> Option<Self> {
         let mut piece_starts = vec![0u64];
         for piece in &pieces {
             let end = piece_starts
@@ -178,7 +178,7 @@ impl FileLayout {
 }
 
 /// Formats a tensor's name, such as `master/h.0[128:256]`.
-pub(crate) fn tensor_name(state: &str, unit: &str, piece: &Piece) -> String {
+pub(crate) fn tensor_name(state: &str, unit: &str, piece: &UnitRange) -> String {
     format!("{state}/{unit}[{}:{}]", piece.1, piece.2)
 }
 
@@ -197,7 +197,7 @@ pub(crate) fn file_order(state: &StateSpec) -> std::cmp::Reverse<u64> {
 pub(crate) fn shard_pieces(
     layout: &zero_shard::Layout,
     rank: u64,
-) -> Result<Vec<Piece>, CkptError> {
+) -> Result<Vec<UnitRange>, CkptError> {
     if rank >= layout.world_size() {
         return Err(CkptError::argument(
             "rank",
@@ -208,7 +208,7 @@ pub(crate) fn shard_pieces(
 
     let piece = |(u, unit): (usize, &zero_shard::UnitLayout)| {
         let runs = runs(unit, rank);
-        Some(Piece(
+        Some(UnitRange(
             u as u64,
             runs.first()?.elems.start,
             runs.last()?.elems.end,
@@ -244,7 +244,8 @@ mod tests {
         ];
         states.sort_by_key(file_order);
         assert_eq!(states[0].name, "whole");
-        let layout = FileLayout::new(&states, vec![Piece(0, 5, 8), Piece(2, 0, 1)]).unwrap();
+        let layout =
+            FileLayout::new(&states, vec![UnitRange(0, 5, 8), UnitRange(2, 0, 1)]).unwrap();
         let ranges = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(s, p)| layout.tensor_range(s, p));
         assert_eq!(ranges, [0..12, 12..16, 16..22, 22..24]);
         assert_eq!(
@@ -263,9 +264,9 @@ mod tests {
             dtype: StateDtype::F32,
         }];
         for pieces in [
-            vec![Piece(0, 0, u64::MAX)],
-            vec![Piece(0, 0, 1 << 63); 2],
-            vec![Piece(0, 2, 1)],
+            vec![UnitRange(0, 0, u64::MAX)],
+            vec![UnitRange(0, 0, 1 << 63); 2],
+            vec![UnitRange(0, 2, 1)],
         ] {
             assert!(FileLayout::new(&states, pieces).is_none());
         }

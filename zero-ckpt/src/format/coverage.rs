@@ -5,11 +5,11 @@ use std::path::Path;
 
 use zero_shard::{Layout, UnitLayout};
 
-use crate::{CkptError, Piece};
+use crate::{CkptError, UnitRange};
 
 /// A piece and its location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Held {
+pub(crate) struct PieceLocation {
     pub(crate) start: u64,
     pub(crate) end: u64,
     pub(crate) file: usize,
@@ -19,14 +19,14 @@ pub(crate) struct Held {
 /// The pieces of each unit by ascending start; they cover `0..numel_elems` without gap or overlap.
 #[derive(Debug)]
 pub(crate) struct Coverage {
-    units: Vec<Vec<Held>>,
+    units: Vec<Vec<PieceLocation>>,
 }
 
 impl Coverage {
     /// Checks the pieces of all files; `path` is for error messages.
     pub(crate) fn new<'a>(
         layout: &Layout,
-        files: impl Iterator<Item = &'a [Piece]>,
+        files: impl Iterator<Item = &'a [UnitRange]>,
         path: &Path,
     ) -> Result<Self, CkptError> {
         let bad = |why: String| CkptError::BadManifest {
@@ -34,9 +34,9 @@ impl Coverage {
             why,
         };
 
-        let mut units: Vec<Vec<Held>> = vec![Vec::new(); layout.units().len()];
+        let mut units: Vec<Vec<PieceLocation>> = vec![Vec::new(); layout.units().len()];
         for (file, pieces) in files.enumerate() {
-            for (piece, &Piece(unit, start, end)) in pieces.iter().enumerate() {
+            for (piece, &UnitRange(unit, start, end)) in pieces.iter().enumerate() {
                 let held = usize::try_from(unit).ok().and_then(|u| units.get_mut(u));
                 let held = held
                     .ok_or_else(|| bad(format!("a piece of unit {unit}, which does not exist")))?;
@@ -45,7 +45,7 @@ impl Coverage {
                         "a piece {start}..{end} of unit {unit} is empty"
                     )));
                 }
-                held.push(Held {
+                held.push(PieceLocation {
                     start,
                     end,
                     file,
@@ -68,7 +68,7 @@ impl Coverage {
         &self,
         unit: usize,
         range: Range<u64>,
-    ) -> impl Iterator<Item = (Held, Range<u64>)> + '_ {
+    ) -> impl Iterator<Item = (PieceLocation, Range<u64>)> + '_ {
         let held = &self.units[unit];
         let first = held.partition_point(|h| h.end <= range.start);
         held[first..]
@@ -79,7 +79,7 @@ impl Coverage {
 }
 
 /// Checks that the pieces `held`, by ascending start, are all elements of `unit`, each once.
-fn check_unit(held: &[Held], unit: &UnitLayout, path: &Path) -> Result<(), CkptError> {
+fn check_unit(held: &[PieceLocation], unit: &UnitLayout, path: &Path) -> Result<(), CkptError> {
     let path = path.to_path_buf();
     let name = unit.name.clone();
     let mut end = 0;
@@ -126,7 +126,7 @@ mod tests {
 
     use super::*;
 
-    fn coverage(files: &[&[Piece]]) -> Result<Coverage, CkptError> {
+    fn coverage(files: &[&[UnitRange]]) -> Result<Coverage, CkptError> {
         let unit =
             |n: &str, elems: u64| UnitSpec::new(n, [ParamSpec::new(format!("{n}.p"), [elems])]);
         let layout = Layout::new(&[unit("a", 10), unit("b", 0), unit("c", 3)], 2, 4).unwrap();
@@ -135,7 +135,11 @@ mod tests {
 
     #[test]
     fn pieces_of_a_range_are_found() {
-        let c = coverage(&[&[Piece(0, 0, 4), Piece(2, 0, 3)], &[Piece(0, 4, 10)]]).unwrap();
+        let c = coverage(&[
+            &[UnitRange(0, 0, 4), UnitRange(2, 0, 3)],
+            &[UnitRange(0, 4, 10)],
+        ])
+        .unwrap();
         let found: Vec<_> = c
             .find(0, 3..6)
             .map(|(h, part)| (h.file, h.piece, part))
@@ -147,20 +151,22 @@ mod tests {
 
     #[test]
     fn gap_or_overlap_is_named() {
-        let text = |files: &[&[Piece]]| coverage(files).unwrap_err().to_string();
+        let text = |files: &[&[UnitRange]]| coverage(files).unwrap_err().to_string();
         assert!(
-            text(&[&[Piece(2, 0, 3)]]).contains("elements 0 to 10 of unit \"a\" are in no file")
+            text(&[&[UnitRange(2, 0, 3)]])
+                .contains("elements 0 to 10 of unit \"a\" are in no file")
         );
-        assert!(text(&[&[Piece(0, 0, 4)], &[Piece(0, 5, 10)]]).contains("elements 4 to 5"));
+        assert!(text(&[&[UnitRange(0, 0, 4)], &[UnitRange(0, 5, 10)]]).contains("elements 4 to 5"));
         assert!(
-            text(&[&[Piece(0, 0, 10), Piece(2, 0, 2)]]).contains("elements 2 to 3 of unit \"c\"")
+            text(&[&[UnitRange(0, 0, 10), UnitRange(2, 0, 2)]])
+                .contains("elements 2 to 3 of unit \"c\"")
         );
         assert!(
-            text(&[&[Piece(0, 0, 6)], &[Piece(0, 4, 10)]])
+            text(&[&[UnitRange(0, 0, 6)], &[UnitRange(0, 4, 10)]])
                 .contains("elements 4 to 6 of unit \"a\" are in two")
         );
-        assert!(text(&[&[Piece(0, 0, 11), Piece(2, 0, 3)]]).contains("ends at 11"));
-        assert!(text(&[&[Piece(3, 0, 1)]]).contains("unit 3"));
-        assert!(text(&[&[Piece(0, 5, 5)]]).contains("empty"));
+        assert!(text(&[&[UnitRange(0, 0, 11), UnitRange(2, 0, 3)]]).contains("ends at 11"));
+        assert!(text(&[&[UnitRange(3, 0, 1)]]).contains("unit 3"));
+        assert!(text(&[&[UnitRange(0, 5, 5)]]).contains("empty"));
     }
 }

@@ -12,7 +12,7 @@ use crate::format::blocks::{FileLayout, checksum};
 use crate::format::coverage::Coverage;
 use crate::format::header::MAX_HEADER_BYTES;
 use crate::io::dir::{Dir, is_plain};
-use crate::{CkptError, ModelSpec, Piece, StateSpec};
+use crate::{CkptError, ModelSpec, StateSpec, UnitRange};
 
 /// Name of the manifest in a checkpoint.
 pub const MANIFEST_NAME: &str = "manifest.json";
@@ -81,7 +81,7 @@ pub struct FileRecord {
     #[serde(with = "hex64")]
     pub front_crc64: u64,
     /// The elements that it holds of every state; ascending, not empty.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<UnitRange>,
 }
 
 /// A JSON file of the trainer. Its content is opaque to this crate, except that of

@@ -32,7 +32,7 @@ pub(crate) fn run_checksum(run: Option<&str>) -> u32 {
 
 /// The kind of an entry of a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum EntryKind {
     /// The staged file of a rank.
     File(u64),
     Description,
@@ -41,11 +41,11 @@ pub(crate) enum Kind {
 
 impl SaveId {
     /// The name of this save's entry of `kind`.
-    pub(crate) fn name(self, kind: Kind) -> String {
+    pub(crate) fn name(self, kind: EntryKind) -> String {
         match kind {
-            Kind::File(rank) => self.with(format_args!("rank-{rank:05}")),
-            Kind::Description => self.with(format_args!("save")),
-            Kind::Ready => self.with(format_args!("ready")),
+            EntryKind::File(rank) => self.with(format_args!("rank-{rank:05}")),
+            EntryKind::Description => self.with(format_args!("save")),
+            EntryKind::Ready => self.with(format_args!("ready")),
         }
     }
 
@@ -63,15 +63,15 @@ impl SaveId {
     }
 
     /// Parses the name of an entry.
-    pub(crate) fn parse(name: &str) -> Option<(Self, Kind)> {
+    pub(crate) fn parse(name: &str) -> Option<(Self, EntryKind)> {
         let parts: Vec<&str> = name.split('.').collect();
         let [step, kind, run, session, number] = parts[..] else {
             return None;
         };
         let kind = match kind {
-            "save" => Kind::Description,
-            "ready" => Kind::Ready,
-            rank => Kind::File(rank.strip_prefix("rank-")?.parse().ok()?),
+            "save" => EntryKind::Description,
+            "ready" => EntryKind::Ready,
+            rank => EntryKind::File(rank.strip_prefix("rank-")?.parse().ok()?),
         };
 
         let id = Self {
@@ -104,10 +104,10 @@ mod tests {
             number: 7,
         };
         for kind in [
-            Kind::File(0),
-            Kind::File(123_456),
-            Kind::Description,
-            Kind::Ready,
+            EntryKind::File(0),
+            EntryKind::File(123_456),
+            EntryKind::Description,
+            EntryKind::Ready,
         ] {
             assert_eq!(SaveId::parse(&id.name(kind)), Some((id, kind)));
         }

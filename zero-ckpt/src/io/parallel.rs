@@ -35,7 +35,7 @@ pub(crate) fn threads_for(bytes: u64) -> usize {
 }
 
 /// The state bytes of a file to be written.
-pub(crate) trait Source: Sync {
+pub(crate) trait ByteSource: Sync {
     /// Total number of bytes.
     fn len(&self) -> u64;
 
@@ -72,7 +72,7 @@ impl<'a> Slices<'a> {
     }
 }
 
-impl Source for Slices<'_> {
+impl ByteSource for Slices<'_> {
     fn len(&self) -> u64 {
         self.len
     }
@@ -109,7 +109,7 @@ impl Source for Slices<'_> {
 pub(crate) fn write(
     file: &File,
     offset: u64,
-    source: &dyn Source,
+    source: &dyn ByteSource,
     progress: &AtomicU64,
 ) -> io::Result<Vec<u64>> {
     let len = source.len();

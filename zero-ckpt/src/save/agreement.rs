@@ -15,10 +15,10 @@ use crate::agree::{
     pend, ready, record, stall_error,
 };
 use crate::format::blocks::{checksum, shard_pieces};
-use crate::format::staged_name::{Kind, SaveId};
+use crate::format::staged_name::{EntryKind, SaveId};
 use crate::job::{Job, Watch};
 use crate::messages::{Exchange, Message, broadcast};
-use crate::{CkptError, Piece, SaveMeta, StateSpec, Store};
+use crate::{CkptError, SaveMeta, StateSpec, Store, UnitRange};
 
 type Staged = Result<StagedFile, CkptError>;
 
@@ -309,7 +309,7 @@ impl Store {
 }
 
 /// Checksum of the states and pieces of a file.
-fn content_checksum(states: &[StateSpec], pieces: &[Piece]) -> u64 {
+fn content_checksum(states: &[StateSpec], pieces: &[UnitRange]) -> u64 {
     checksum(&serde_json::to_vec(&(states, pieces)).unwrap_or_default())
 }
 
@@ -349,7 +349,7 @@ fn from_record(record: &Record, rank: u64, run: u32) -> Result<(StagedFile, u64)
     let file = StagedFile {
         rank,
         step,
-        file: save.name(Kind::File(rank)),
+        file: save.name(EntryKind::File(rank)),
         bytes,
         front_crc64,
         states: Vec::new(),
@@ -379,14 +379,14 @@ mod tests {
         let staged = StagedFile {
             rank: 3,
             step: u64::MAX,
-            file: save.name(Kind::File(3)),
+            file: save.name(EntryKind::File(3)),
             bytes: 1,
             front_crc64: 7,
             states: vec![StateSpec {
                 name: "master".into(),
                 dtype: StateDtype::F32,
             }],
-            pieces: vec![Piece(u64::MAX, u64::MAX - 1, u64::MAX); 3],
+            pieces: vec![UnitRange(u64::MAX, u64::MAX - 1, u64::MAX); 3],
             save,
         };
 

@@ -10,7 +10,7 @@ use crate::commands::{commands, with_function};
 use crate::format::blocks::{FileLayout, checksum, shard_pieces};
 use crate::format::manifest::{FileRecord, Manifest};
 use crate::format::names::{backup_of, step_of};
-use crate::format::staged_name::{Kind, SaveId};
+use crate::format::staged_name::{EntryKind, SaveId};
 use crate::io::dir::FileId;
 use crate::load::shard_file::ShardFile;
 use crate::{CkptError, Reader, Store, StoreOptions};
@@ -381,7 +381,7 @@ impl Complete<'_> {
         let own = store.save_id(id.step, 0);
         let link = |whole: WholeFile| {
             let dir = &self.list.dirs[whole.dir];
-            let file = own.name(Kind::File(whole.staged.rank));
+            let file = own.name(EntryKind::File(whole.staged.rank));
             dir.link_or_copy(&whole.staged.file, &whole.id, &store.staging, &file)?;
             Ok(StagedFile {
                 file,
@@ -398,7 +398,7 @@ impl Complete<'_> {
 
         if published.is_err() {
             for rank in 0..ranks {
-                let _ = store.staging.remove_file(&own.name(Kind::File(rank)));
+                let _ = store.staging.remove_file(&own.name(EntryKind::File(rank)));
             }
         }
         published

@@ -25,7 +25,7 @@ use super::records::{PublishedCheckpoint, StagedFile, StagingSlice};
 use crate::format::blocks::{FileLayout, file_order, shard_pieces};
 use crate::format::runs::runs;
 use crate::io::page_buffer::PageBuffer;
-use crate::io::parallel::{Slices, Source as _, in_parallel};
+use crate::io::parallel::{ByteSource as _, Slices, in_parallel};
 use crate::job::Job;
 use crate::{CkptError, Exchange, SaveMeta, ShardData, StateSpec, Store};
 

@@ -15,7 +15,7 @@ use crate::format::blocks::checksum;
 use crate::format::manifest::{
     DocumentRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, check_size, hex64,
 };
-use crate::format::staged_name::{Kind, SaveId};
+use crate::format::staged_name::{EntryKind, SaveId};
 use crate::io::dir::Dir;
 use crate::{CkptError, SaveMeta, Store};
 
@@ -191,7 +191,7 @@ impl Store {
             .collect();
         let resumed_runs = self.options.resumed_runs.clone();
         let mut staged = self.staging.names()?;
-        staged.retain(|name| matches!(SaveId::parse(name), Some((_, Kind::Description))));
+        staged.retain(|name| matches!(SaveId::parse(name), Some((_, EntryKind::Description))));
 
         let description = Description {
             manifest,
@@ -203,7 +203,7 @@ impl Store {
             staged,
         };
 
-        let name = file.save.name(Kind::Description);
+        let name = file.save.name(EntryKind::Description);
         self.staging.write_new(&name, &description.encode()?)
     }
 }
@@ -233,7 +233,10 @@ mod tests {
         let store = Store::create(path, 0, crate::StoreOptions::default()).unwrap();
         let document = ("run.json".to_owned(), serde_json::json!({"lr": 0.1}));
         let meta = SaveMeta::default().step(7).documents([document].into());
-        let name = stage(&store, &meta).unwrap().save.name(Kind::Description);
+        let name = stage(&store, &meta)
+            .unwrap()
+            .save
+            .name(EntryKind::Description);
         let mut description = Description::read(&store.staging, &name, 7).unwrap();
         change(&mut description);
         store.staging.remove_file(&name).unwrap();

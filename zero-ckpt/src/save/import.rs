@@ -9,7 +9,7 @@ use zero_shard::{Layout, ParamSpec, UnitSpec};
 use super::records::PublishedCheckpoint;
 use crate::format::blocks::shard_pieces;
 use crate::format::tensor_folder::{SUPPORTED, TensorFolder, read_json_if_present};
-use crate::io::parallel::Source;
+use crate::io::parallel::ByteSource;
 use crate::{CkptError, SaveMeta, StateDtype, StateSpec, Store};
 
 /// Saves the tensors of `from` (see [`TensorFolder::open`]) into `store` as a checkpoint of step 0
@@ -128,7 +128,7 @@ struct WidenedTensors<'a> {
     elems: u64,
 }
 
-impl Source for WidenedTensors<'_> {
+impl ByteSource for WidenedTensors<'_> {
     fn len(&self) -> u64 {
         self.elems.saturating_mul(4)
     }

@@ -14,7 +14,7 @@ use super::records::StagedFile;
 use super::staged::{StagedList, StagedSave};
 use crate::commands::commands;
 use crate::format::names::{STAGING, step_name};
-use crate::format::staged_name::Kind;
+use crate::format::staged_name::EntryKind;
 use crate::io::dir::Dir;
 use crate::{CkptError, Store};
 
@@ -154,7 +154,7 @@ impl Store {
     /// Removes the files of this rank of a save that can never be whole.
     pub(crate) fn discard(&self, file: &StagedFile) {
         if self.rank() == 0 {
-            let description = file.save.name(Kind::Description);
+            let description = file.save.name(EntryKind::Description);
             let _ = self.staging.remove_file(&description);
         }
         let _ = self.staging.remove_file(&file.file);

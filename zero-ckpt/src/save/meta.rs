@@ -12,7 +12,7 @@ use crate::format::manifest::{
     DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest,
     check_size,
 };
-use crate::{CkptError, MODEL_FILES_JSON, ModelFiles, ModelSpec, Piece, StateDtype, StateSpec};
+use crate::{CkptError, MODEL_FILES_JSON, ModelFiles, ModelSpec, StateDtype, StateSpec, UnitRange};
 
 /// The metadata of a checkpoint, equal on all ranks; rank 0's is stored.
 #[derive(Clone, Debug, PartialEq)]
@@ -98,7 +98,7 @@ pub(crate) fn check_pieces(layout: &Layout) -> Result<(), CkptError> {
 
 /// The length of a file's pieces in the manifest, with commas and without brackets:
 /// "[unit,start,end],".
-fn json_bytes(pieces: &[Piece]) -> u64 {
+fn json_bytes(pieces: &[UnitRange]) -> u64 {
     let digits = |number: u64| u64::from(number.checked_ilog10().unwrap_or(0)) + 1;
     pieces
         .iter()
@@ -198,7 +198,11 @@ mod tests {
 
     #[test]
     fn pieces_have_the_computed_length() {
-        let pieces = [Piece(0, 0, 1), Piece(9, 10, 99), Piece(10, 100, u64::MAX)];
+        let pieces = [
+            UnitRange(0, 0, 1),
+            UnitRange(9, 10, 99),
+            UnitRange(10, 100, u64::MAX),
+        ];
         for n in 1..=pieces.len() {
             assert_eq!(
                 json_bytes(&pieces[..n]) + 1,

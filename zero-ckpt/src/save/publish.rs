@@ -13,7 +13,7 @@ use super::store::{SavePoint, Store};
 use crate::CkptError;
 use crate::format::manifest::{MANIFEST_NAME, Manifest};
 use crate::format::names::{BEST, LATEST, backup_of, random, step_name};
-use crate::format::staged_name::Kind;
+use crate::format::staged_name::EntryKind;
 use crate::format::tensor_parallel::TENSOR_PARALLEL_JSON;
 use crate::io::dir::Dir;
 use crate::load::catalog::{self, Entry, pointer_line};
@@ -149,7 +149,7 @@ impl Store {
         let name = step_name(manifest.step);
         let own = self.save_id(manifest.step, 0);
         let save = staged.first().map_or(own, |file| file.save);
-        let ready_name = save.name(Kind::Ready);
+        let ready_name = save.name(EntryKind::Ready);
         let ready = self.staging.create_dir(&ready_name)?;
         self.at(SavePoint::DirCreated);
         let backed_up = || self.at(SavePoint::BackedUp);
@@ -228,7 +228,7 @@ impl Store {
     /// The place in which a failed save has left the staged file of this rank: the file, or the
     /// directory that rank 0 has moved it into. `None` once the checkpoint has its final name.
     pub(crate) fn kept(&self, staged: &StagedFile) -> Option<PathBuf> {
-        let ready = staged.save.name(Kind::Ready);
+        let ready = staged.save.name(EntryKind::Ready);
         let name = [&staged.file, &ready]
             .into_iter()
             .find(|name| self.staging.has(name))?;

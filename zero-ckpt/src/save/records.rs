@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::format::staged_name::SaveId;
 use crate::messages::MESSAGE_BYTES;
-use crate::{Piece, StateSpec};
+use crate::{StateSpec, UnitRange};
 
 /// A part of the staging buffer, or of the buffer of
 /// [`Store::stage_streamed`](crate::Store::stage_streamed): elements of one unit of one state,
@@ -42,7 +42,7 @@ pub struct StagedFile {
     /// The states in it.
     pub states: Vec<StateSpec>,
     /// The elements in it, of each state.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<UnitRange>,
     pub(crate) save: SaveId,
 }
 

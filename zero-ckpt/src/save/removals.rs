@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::CkptError;
-use crate::format::staged_name::{Kind, SaveId};
+use crate::format::staged_name::{EntryKind, SaveId};
 use crate::job::Job;
 
 /// Entries of the staging directory to delete, shared with the thread that deletes them.
@@ -81,7 +81,7 @@ impl Removals {
 /// that it is not taken for a damaged one, and the next opening removes the rest.
 fn in_order(names: BTreeSet<String>) -> Vec<String> {
     let is_description =
-        |name: &String| matches!(SaveId::parse(name), Some((_, Kind::Description)));
+        |name: &String| matches!(SaveId::parse(name), Some((_, EntryKind::Description)));
     let (mut first, others): (Vec<_>, Vec<_>) = names.into_iter().partition(is_description);
     first.extend(others);
     first

@@ -5,13 +5,13 @@ use zero_shard::Layout;
 use crate::format::blocks::{file_order, shard_pieces};
 use crate::format::runs::runs;
 use crate::io::parallel::Slices;
-use crate::{CkptError, Piece, StateDtype, StateSpec};
+use crate::{CkptError, StateDtype, StateSpec, UnitRange};
 
 /// The state of one rank, borrowed from the trainer's memory.
 pub struct ShardData<'a> {
     layout: &'a Layout,
     rank: u64,
-    pieces: Vec<Piece>,
+    pieces: Vec<UnitRange>,
     /// Each state and its shard storage, with padding; in file order.
     states: Vec<(StateSpec, &'a [u8])>,
 }
@@ -86,7 +86,7 @@ impl<'a> ShardData<'a> {
         self.rank
     }
 
-    pub(crate) fn pieces(&self) -> &[Piece] {
+    pub(crate) fn pieces(&self) -> &[UnitRange] {
         &self.pieces
     }
 
@@ -120,7 +120,7 @@ mod tests {
     use zero_shard::{ParamSpec, UnitSpec};
 
     use super::*;
-    use crate::io::parallel::Source;
+    use crate::io::parallel::ByteSource;
 
     fn layout() -> Layout {
         let unit =
@@ -134,7 +134,7 @@ mod tests {
         let storage = [0.0f32, 1.0, 2.0, 3.0, 4.0];
         let mut data = ShardData::new(&layout, 1).unwrap();
         data.storage_f32("master", &storage).unwrap();
-        assert_eq!(data.pieces(), [Piece(0, 3, 5), Piece(2, 2, 3)]);
+        assert_eq!(data.pieces(), [UnitRange(0, 3, 5), UnitRange(2, 2, 3)]);
         assert_eq!(data.source().len(), 3 * 4);
     }
 

@@ -19,7 +19,7 @@ use super::meta::shard_name;
 use crate::CkptError;
 use crate::commands::commands;
 use crate::format::names::{STAGING, backup_of};
-use crate::format::staged_name::{Kind, SaveId};
+use crate::format::staged_name::{EntryKind, SaveId};
 use crate::io::dir::Dir;
 use crate::io::lock::Lock;
 use crate::load::catalog;
@@ -89,7 +89,7 @@ impl Described<'_> {
             || other
                 .description
                 .staged
-                .contains(&self.id.name(Kind::Description))
+                .contains(&self.id.name(EntryKind::Description))
     }
 
     /// The greatest sequence that a checkpoint has if it was published before this save or by an
@@ -144,9 +144,9 @@ impl StagedList {
             let location = Location { dir: index, name };
             save.entries.push(location.clone());
             match kind {
-                Kind::File(rank) => save.files.entry(rank).or_default().push(location),
-                Kind::Description => save.descriptions.push(location),
-                Kind::Ready => match dir.open_dir(&location.name).and_then(with_names) {
+                EntryKind::File(rank) => save.files.entry(rank).or_default().push(location),
+                EntryKind::Description => save.descriptions.push(location),
+                EntryKind::Ready => match dir.open_dir(&location.name).and_then(with_names) {
                     Ok((ready, names)) => {
                         save.add_ready(self.dirs.len(), names);
                         self.dirs.push(Arc::new(ready));

@@ -39,13 +39,13 @@ use crate::format::blocks::{FileLayout, checksum, file_order, shard_pieces};
 use crate::format::header::MAX_HEADER_BYTES;
 use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, check_size};
 use crate::format::names::{STAGING, random, random_number};
-use crate::format::staged_name::{Kind, SaveId, run_checksum};
+use crate::format::staged_name::{EntryKind, SaveId, run_checksum};
 use crate::io::dir::{Dir, is_plain};
 use crate::io::lock::Lock;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
-use crate::io::parallel::{self, Source};
+use crate::io::parallel::{self, ByteSource};
 use crate::load::catalog::{self, Entry};
-use crate::{CkptError, Exchange, ModelFiles, ModelSpec, Piece, ShardData, StateSpec};
+use crate::{CkptError, Exchange, ModelFiles, ModelSpec, ShardData, StateSpec, UnitRange};
 
 /// A point of the save protocol at which tests interrupt a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -434,8 +434,8 @@ impl Store {
         step: u64,
         layout: &Layout,
         states: Vec<StateSpec>,
-        pieces: Vec<Piece>,
-        source: &dyn Source,
+        pieces: Vec<UnitRange>,
+        source: &dyn ByteSource,
     ) -> Result<StagedFile, CkptError> {
         let number = self.number_save();
         self.is_numbered.store(true, Ordering::Relaxed);
@@ -461,8 +461,8 @@ impl Store {
         (step, number): (u64, u32),
         layout: &Layout,
         states: Vec<StateSpec>,
-        pieces: Vec<Piece>,
-        source: &dyn Source,
+        pieces: Vec<UnitRange>,
+        source: &dyn ByteSource,
     ) -> Result<StagedFile, CkptError> {
         let file_layout = FileLayout::new(&states, pieces)
             .filter(|file| file.state_bytes() == source.len())
@@ -475,7 +475,7 @@ impl Store {
         let bytes = front_bytes + file_layout.state_bytes();
 
         let save = self.save_id(step, number);
-        let name = save.name(Kind::File(self.rank));
+        let name = save.name(EntryKind::File(self.rank));
         let path = self.staging.path().join(&name);
         let file = self.staging.create_file(&name, true)?;
         self.at(SavePoint::FileCreated);
@@ -506,7 +506,7 @@ impl Store {
         file: &File,
         header: &[u8],
         front_bytes: u64,
-        source: &dyn Source,
+        source: &dyn ByteSource,
     ) -> io::Result<u64> {
         let bytes = front_bytes + source.len();
         // Reserves the space before the first write, if the file system supports it.

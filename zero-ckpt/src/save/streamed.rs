@@ -9,10 +9,10 @@ use zero_shard::Layout;
 use super::records::StagingSlice;
 use crate::StateSpec;
 use crate::format::runs::runs;
-use crate::io::parallel::Source;
+use crate::io::parallel::ByteSource;
 
 /// Contiguous elements of one unit of one state.
-struct Part {
+struct UnitRun {
     state: usize,
     unit: usize,
     in_shard: Range<u64>,
@@ -23,7 +23,7 @@ struct Part {
 /// State that a function reads.
 pub(super) struct Streamed<'a, F> {
     states: &'a [StateSpec],
-    parts: Vec<Part>,
+    parts: Vec<UnitRun>,
     len: u64,
     /// The function, until it fails, and its error.
     fill: Mutex<(F, Option<String>)>,
@@ -37,7 +37,7 @@ impl<'a, F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Streamed<'a, F
         for (state, spec) in states.iter().enumerate() {
             for (unit, placed) in layout.units().iter().enumerate() {
                 for run in runs(placed, rank) {
-                    let part = Part {
+                    let part = UnitRun {
                         state,
                         unit,
                         in_shard: run.in_shard(),
@@ -66,7 +66,7 @@ impl<'a, F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Streamed<'a, F
     }
 }
 
-impl<F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Source for Streamed<'_, F> {
+impl<F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> ByteSource for Streamed<'_, F> {
     fn len(&self) -> u64 {
         self.len
     }

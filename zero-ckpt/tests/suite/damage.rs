@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::common::{assert_holds, layout, read, two_checkpoints};
-use zero_ckpt::{CkptError, MANIFEST_NAME, Manifest, Piece, Reader};
+use zero_ckpt::{CkptError, MANIFEST_NAME, Manifest, Reader, UnitRange};
 
 fn newest(dir: &Path) -> PathBuf {
     dir.join("step-00000002")
@@ -204,7 +204,7 @@ fn malicious_manifest_is_rejected() {
         (|m| m.files[0].bytes = 0, "do not match its pieces"),
         (|m| m.files[0].pieces[0].2 = u64::MAX, "exceed"),
         (
-            |m| m.files[0].pieces[0] = Piece(u64::MAX, 0, 1),
+            |m| m.files[0].pieces[0] = UnitRange(u64::MAX, 0, 1),
             "which does not exist",
         ),
         (

@@ -85,7 +85,7 @@ impl Drop for Operation {
 }
 
 /// The bytes to send to a peer or to receive from it.
-struct Part {
+struct PeerBytes {
     peer: usize,
     bytes: AnySlice,
 }
@@ -105,9 +105,9 @@ impl Operation {
     }
 
     /// The segments of `whole`, except this rank's.
-    fn parts(&self, whole: AnySlice) -> Vec<Part> {
+    fn parts(&self, whole: AnySlice) -> Vec<PeerBytes> {
         let segments = self.checked.call.segments.ranges(self.n()).enumerate();
-        let part = |(peer, segment): (usize, Range<usize>)| Part {
+        let part = |(peer, segment): (usize, Range<usize>)| PeerBytes {
             peer,
             bytes: whole.slice(segment),
         };
@@ -160,7 +160,12 @@ impl Operation {
     }
 
     /// Sends and receives the parts of one phase, and waits for all of them.
-    fn exchange(&self, phase: Phase, sends: &[Part], receives: &[Part]) -> Result<(), CommError> {
+    fn exchange(
+        &self,
+        phase: Phase,
+        sends: &[PeerBytes],
+        receives: &[PeerBytes],
+    ) -> Result<(), CommError> {
         let sizes: Vec<_> = receives
             .iter()
             .map(|part| (part.peer, part.bytes.len_bytes()))
@@ -179,7 +184,7 @@ impl Operation {
     fn transfer(
         &self,
         phase: Phase,
-        sends: &[Part],
+        sends: &[PeerBytes],
         receives: &[(usize, usize)],
         deliver: impl FnOnce(&Staging) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
@@ -311,9 +316,9 @@ impl Operation {
         let own = unsafe {
             AnySlice::from_raw_parts(own.as_mut_ptr(), own.len(), DType::U8, DeviceId::HOST)
         };
-        let sends: Vec<Part> = self
+        let sends: Vec<PeerBytes> = self
             .others()
-            .map(|peer| Part { peer, bytes: own })
+            .map(|peer| PeerBytes { peer, bytes: own })
             .collect();
         let receives: Vec<_> = self.others().map(|peer| (peer, bytes)).collect();
 
@@ -384,7 +389,7 @@ impl Operation {
                 } else {
                     (
                         Vec::new(),
-                        vec![Part {
+                        vec![PeerBytes {
                             peer: root,
                             bytes: send.slice(own.clone()),
                         }],
@@ -392,10 +397,10 @@ impl Operation {
                 };
                 self.exchange(Phase::Scatter, &sends, &receives)?;
                 // The root has all segments: it sends its own and receives none.
-                let sends: Vec<Part> = self
+                let sends: Vec<PeerBytes> = self
                     .others()
                     .filter(|&peer| peer != root)
-                    .map(|peer| Part {
+                    .map(|peer| PeerBytes {
                         peer,
                         bytes: send.slice(own.clone()),
                     })
@@ -425,9 +430,9 @@ impl Operation {
                     .range(self.members.rank, self.n()),
             ),
         );
-        let sends: Vec<Part> = self
+        let sends: Vec<PeerBytes> = self
             .others()
-            .map(|peer| Part { peer, bytes: send })
+            .map(|peer| PeerBytes { peer, bytes: send })
             .collect();
         self.exchange(Phase::Gather, &sends, &self.parts(recv))
     }

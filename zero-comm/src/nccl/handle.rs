@@ -274,13 +274,11 @@ impl Handle {
                 // SAFETY: as above.
                 unsafe { (table.broadcast)(from, to, recv.len(), dtype, root, raw, stream) }
             }
-            Collective::ReduceScatter
-                if matches!(call.segments, crate::call::Segments::Even(_)) =>
-            {
+            Collective::ReduceScatter if matches!(call.segments, crate::call::Counts::Even(_)) => {
                 // SAFETY: as above.
                 unsafe { (table.reduce_scatter)(from, to, recv.len(), dtype, op, raw, stream) }
             }
-            Collective::AllGather if matches!(call.segments, crate::call::Segments::Even(_)) => {
+            Collective::AllGather if matches!(call.segments, crate::call::Counts::Even(_)) => {
                 // SAFETY: as above.
                 unsafe { (table.all_gather)(from, to, send.len(), dtype, raw, stream) }
             }

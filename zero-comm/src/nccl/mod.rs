@@ -65,7 +65,7 @@ use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Event, Memory, Str
 
 use crate::call::{Checked, Group};
 use crate::split_request::SplitRequest;
-use crate::world::message::{Context, Place};
+use crate::world::message::{Context, SplitRank};
 use crate::world::process::{Operation, Transport, World};
 use crate::world::watcher::Connection;
 use crate::world::{Ranks, error, rendezvous};
@@ -378,7 +378,7 @@ unsafe impl Communicator<CudaDevice> for NcclCommunicator {
         })?;
 
         let Some((
-            Place {
+            SplitRank {
                 context,
                 rank,
                 size,

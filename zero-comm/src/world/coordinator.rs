@@ -22,7 +22,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use super::handshake::Hello;
-use super::message::{Context, Message, Place, Progress, bounded};
+use super::message::{Context, Message, Progress, SplitRank, bounded};
 use crate::call::Call;
 use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
@@ -549,7 +549,11 @@ impl Coordinator {
 
     /// Makes the communicators of a split, in ascending order of color. Returns the places of its
     /// ranks.
-    fn make_groups(&mut self, ranks: &[usize], requests: &[SplitRequest]) -> Vec<Option<Place>> {
+    fn make_groups(
+        &mut self,
+        ranks: &[usize],
+        requests: &[SplitRequest],
+    ) -> Vec<Option<SplitRank>> {
         let mut places = vec![None; ranks.len()];
         let of_color = requests
             .iter()
@@ -561,7 +565,7 @@ impl Coordinator {
         for members in order.chunk_by(|(a, ..), (b, ..)| a == b) {
             let context = self.next_context;
             for (rank, &(.., index)) in members.iter().enumerate() {
-                places[index] = Some(Place {
+                places[index] = Some(SplitRank {
                     context,
                     rank,
                     size: members.len(),

@@ -16,7 +16,7 @@ pub(crate) type Context = u32;
 
 /// A rank's place in a new communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct SplitRank {
     pub(crate) context: Context,
     /// Its rank in the new communicator.
     pub(crate) rank: usize,
@@ -69,7 +69,7 @@ pub(crate) enum Message {
     Placed {
         context: Context,
         number: u64,
-        place: Option<Place>,
+        place: Option<SplitRank>,
     },
 
     // From a rank.
@@ -168,15 +168,15 @@ mod tests {
     use super::super::frames::decode;
     use super::super::handshake::VERSION;
     use super::*;
-    use crate::call::Segments;
+    use crate::call::Counts;
     use crate::{Collective, ReduceOp};
 
     fn calls() -> impl Strategy<Value = Call> {
         let segments = prop_oneof![
-            any::<usize>().prop_map(Segments::Even),
-            any::<usize>().prop_map(Segments::Balanced),
+            any::<usize>().prop_map(Counts::Even),
+            any::<usize>().prop_map(Counts::Balanced),
             prop::collection::vec(any::<usize>(), 0..9)
-                .prop_map(|counts| Segments::Uneven(counts.into())),
+                .prop_map(|counts| Counts::Uneven(counts.into())),
         ];
         let ops = prop::sample::select(vec![
             None,
@@ -351,7 +351,7 @@ mod tests {
                 6 => Message::Placed {
                     context,
                     number: a,
-                    place: color.map(|rank| Place {
+                    place: color.map(|rank| SplitRank {
                         context,
                         rank: rank as usize,
                         size: b as usize,
@@ -376,7 +376,7 @@ mod tests {
     #[test]
     fn failures_are_bounded() {
         let long = || "\u{e9}".repeat(MAX_ERROR_BYTES);
-        let segments = Segments::Uneven(vec![usize::MAX; 5000].into());
+        let segments = Counts::Uneven(vec![usize::MAX; 5000].into());
         let collective = Collective::AllGather;
         let dtype = DType::F32;
         let op = None;

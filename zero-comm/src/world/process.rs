@@ -11,9 +11,9 @@ use zero_alloc::device::DeviceError;
 
 use super::abort::AbortCompletion;
 use super::fnv::Fnv;
-use super::message::{Context, Message, Place, Progress, bounded, named_rank};
+use super::message::{Context, Message, Progress, SplitRank, bounded, named_rank};
 use crate::CommError;
-use crate::call::{Call, Segments};
+use crate::call::{Call, Counts};
 use crate::split_request::SplitRequest;
 
 /// Time limit for the coordinator's answer to a report. After it, the rank fails with the failure
@@ -73,7 +73,7 @@ pub(super) struct State {
     /// Messages to send at once.
     pub(super) urgent: Vec<Message>,
     /// This rank's places in the communicators of completed splits.
-    pub(super) places: HashMap<(Context, u64), Option<Place>>,
+    pub(super) places: HashMap<(Context, u64), Option<SplitRank>>,
     /// The connection to the coordinator has ended.
     pub(super) disconnected: bool,
     pub(super) closing: bool,
@@ -309,7 +309,7 @@ impl World {
         context: Context,
         number: u64,
         request: SplitRequest,
-    ) -> Result<Option<Place>, CommError> {
+    ) -> Result<Option<SplitRank>, CommError> {
         if self.state.lock().disconnected {
             return Err(self.fail(CommError::Peer {
                 rank: 0,
@@ -464,8 +464,8 @@ impl Open {
 /// A call of a report, which is small also in a large world. The hash covers all counts.
 fn summary(call: &Call) -> Call {
     match &call.segments {
-        Segments::Uneven(counts) if counts.len() > MAX_COUNTS => Call {
-            segments: Segments::Balanced(counts.iter().sum()),
+        Counts::Uneven(counts) if counts.len() > MAX_COUNTS => Call {
+            segments: Counts::Balanced(counts.iter().sum()),
             ..call.clone()
         },
         _ => call.clone(),
@@ -486,7 +486,7 @@ mod tests {
         for number in 0..2000 {
             let counts = (0..4096).map(|rank| (1 << 40) + rank + number / 1000);
             open.called(Call {
-                segments: Segments::Uneven(counts.collect()),
+                segments: Counts::Uneven(counts.collect()),
                 ..broadcast(8)
             });
             if number % 10 == 9 {

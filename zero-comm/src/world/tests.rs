@@ -15,7 +15,7 @@ use super::abort::AbortCompletion;
 use super::fnv::Fnv;
 use super::frames::frame;
 use super::handshake::{Hello, Key, MAX_HELLO_BYTES};
-use super::message::{Message, Place, Progress};
+use super::message::{Message, Progress, SplitRank};
 use super::process::{Operation, Transport};
 use super::testing::{Fake, LONG, Rank, broadcast, free_port, join_as, ranks};
 use super::watcher::Connection;
@@ -500,7 +500,7 @@ fn urgent_messages_follow_the_progress() {
                 .unwrap();
             assert_eq!(
                 place,
-                Place {
+                SplitRank {
                     context: 5,
                     rank: 0,
                     size: 1
@@ -546,7 +546,7 @@ fn urgent_messages_follow_the_progress() {
             request,
         };
         assert_eq!(next(&mut incoming), split);
-        let place = Some(Place {
+        let place = Some(SplitRank {
             context: 5,
             rank: 0,
             size: 1,
@@ -585,7 +585,7 @@ fn differing_calls_after_a_split_name_world_ranks() {
         if let Some(place) = rank.world.split(0, 0, request).unwrap() {
             assert_eq!(
                 place,
-                Place {
+                SplitRank {
                     context: 1,
                     rank: 2 - ranks.rank,
                     size: 2

@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Arch, CudaError, Source, Target};
+use super::{Arch, CudaError, KernelSource, Target};
 
 /// A compiler of kernels, such as [`Nvrtc`](super::Nvrtc).
 ///
@@ -29,7 +29,7 @@ pub unsafe trait Compile {
     ///
     /// # Errors
     /// The source does not compile.
-    fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, CudaError>;
+    fn compile(&self, source: &KernelSource, target: Target) -> Result<Vec<u8>, CudaError>;
 }
 
 /// A folder of compiled kernels, whose files are code: keep it as safe from others as the program
@@ -65,7 +65,7 @@ impl KernelCache {
     pub(super) fn get(
         &self,
         compiler: &dyn Compile,
-        source: &Source,
+        source: &KernelSource,
         arch: Arch,
     ) -> Result<Vec<u8>, CudaError> {
         let target = compiler.target(arch)?;
@@ -195,17 +195,17 @@ mod tests {
             Target::choose(arch, &[80, 90], self.version)
         }
 
-        fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, CudaError> {
+        fn compile(&self, source: &KernelSource, target: Target) -> Result<Vec<u8>, CudaError> {
             self.compiled.set(self.compiled.get() + 1);
             Ok(format!("{} {target} {}", source.name, self.version).into_bytes())
         }
     }
 
-    const A: Source = Source::new("a.cu", "one");
-    const B: Source = Source::new("a.cu", "two");
+    const A: KernelSource = KernelSource::new("a.cu", "one");
+    const B: KernelSource = KernelSource::new("a.cu", "two");
 
     /// Gets the image, and returns whether it was compiled.
-    fn compiles(cache: &KernelCache, fake: &Fake, source: &Source, arch: u32) -> bool {
+    fn compiles(cache: &KernelCache, fake: &Fake, source: &KernelSource, arch: u32) -> bool {
         let before = fake.compiled.get();
         let image = cache.get(fake, source, Arch(arch)).unwrap();
         let target = fake.target(Arch(arch)).unwrap();

@@ -541,7 +541,7 @@ pub(super) fn entries_of(source: &str) -> Result<Vec<&'static str>, KernelError>
 }
 
 /// A kernel's source, its name, and the sizes of the parameters that launches pass.
-type Signature = (super::Source, &'static str, Vec<usize>);
+type Signature = (super::KernelSource, &'static str, Vec<usize>);
 
 /// The signatures of all kernels of this crate, for tests.
 #[doc(hidden)]
@@ -550,7 +550,7 @@ pub fn kernel_signatures() -> Result<Vec<Signature>, KernelError> {
     for launch in every_kernel(0, DeviceId::HOST)? {
         let sizes = launch.params.iter().map(Param::size_bytes).collect();
         signatures.extend(
-            super::Source::named(launch.source).map(|source| (*source, launch.entry, sizes)),
+            super::KernelSource::named(launch.source).map(|source| (*source, launch.entry, sizes)),
         );
     }
     Ok(signatures)

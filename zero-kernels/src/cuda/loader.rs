@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use zero_alloc::cuda::{CudaDevice, Function};
 
-use super::{Arch, Compile, KernelCache, Nvrtc, Source};
+use super::{Arch, Compile, KernelCache, KernelSource, Nvrtc};
 use crate::KernelError;
 
 /// The kernels of one source, by name.
@@ -74,7 +74,7 @@ impl Loader {
     /// The source does not compile, the driver rejects the image, or a kernel is missing.
     pub fn load(
         &self,
-        source: &Source,
+        source: &KernelSource,
         entries: &[&'static str],
     ) -> Result<Functions, KernelError> {
         let inner = &*self.0;

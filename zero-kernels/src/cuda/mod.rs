@@ -36,6 +36,6 @@ pub use kernels::CudaKernels;
 pub use launch::kernel_signatures;
 pub use loader::{Functions, Loader};
 pub use nvrtc::{Compiled, Nvrtc};
-pub use source::Source;
+pub use source::KernelSource;
 pub use span::{Span, THREADS};
 pub use target::{Arch, Target};

@@ -7,7 +7,7 @@ use std::ptr;
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::library::{Library, MissingFunction, Search};
 
-use super::{Arch, Compile, CudaError, Source, Target};
+use super::{Arch, Compile, CudaError, KernelSource, Target};
 
 /// Options of every compilation, besides the architecture. Without `--fmad=false` the compiler
 /// would fuse operations that the host versions do not.
@@ -211,7 +211,7 @@ impl Nvrtc {
     /// The target is not supported, or the source does not compile.
     pub fn compile(
         &self,
-        source: &Source,
+        source: &KernelSource,
         target: Target,
         report_registers: bool,
     ) -> Result<Compiled, CudaError> {
@@ -283,7 +283,7 @@ unsafe impl Compile for Nvrtc {
         Target::choose(arch, &self.supported, &self.version_text())
     }
 
-    fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, CudaError> {
+    fn compile(&self, source: &KernelSource, target: Target) -> Result<Vec<u8>, CudaError> {
         Ok(Self::compile(self, source, target, false)?.image)
     }
 }
@@ -303,7 +303,7 @@ struct OwnedProgram<'a> {
 
 impl<'a> OwnedProgram<'a> {
     /// Creates the program of a source file.
-    fn new(calls: &'a Calls, source: &Source) -> Result<Self, CudaError> {
+    fn new(calls: &'a Calls, source: &KernelSource) -> Result<Self, CudaError> {
         let text = c_string(source.text())?;
         let name = c_string(source.name.to_owned())?;
         let mut raw: Program = ptr::null_mut();

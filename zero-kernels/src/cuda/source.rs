@@ -4,7 +4,7 @@ const PRELUDE: &str = include_str!("../../cuda/prelude.cuh");
 
 /// One source file: one operation, in the dtypes that it supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Source {
+pub struct KernelSource {
     /// The file's name.
     pub name: &'static str,
     body: &'static str,
@@ -12,12 +12,12 @@ pub struct Source {
 
 macro_rules! sources {
     ($($folder:literal $name:literal),*) => {
-        [$(Source { name: $name, body: include_str!(concat!("../../", $folder, $name)) }),*]
+        [$(KernelSource { name: $name, body: include_str!(concat!("../../", $folder, $name)) }),*]
     };
 }
 
 /// The sources of this crate.
-pub(super) const SOURCES: [Source; 6] = sources![
+pub(super) const SOURCES: [KernelSource; 6] = sources![
     "src/rules/adam/" "adam.cu",
     "cuda/" "cast.cu",
     "cuda/" "pack.cu",
@@ -26,7 +26,7 @@ pub(super) const SOURCES: [Source; 6] = sources![
     "cuda/" "step.cu"
 ];
 
-impl Source {
+impl KernelSource {
     /// A source of another crate. This crate's prelude is prepended.
     pub const fn new(name: &'static str, body: &'static str) -> Self {
         Self { name, body }
@@ -43,7 +43,7 @@ impl Source {
 
     /// The source of this crate with this file name.
     pub(super) fn named(name: &str) -> Option<&'static Self> {
-        const ALL: &[Source] = &SOURCES;
+        const ALL: &[KernelSource] = &SOURCES;
         ALL.iter().find(|s| s.name == name)
     }
 }

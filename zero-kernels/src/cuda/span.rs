@@ -193,7 +193,9 @@ mod tests {
     /// The kernels' constants are the host's.
     #[test]
     fn sources_define_the_same_sizes() {
-        let text = crate::cuda::Source::named("grad_stats.cu").unwrap().text();
+        let text = crate::cuda::KernelSource::named("grad_stats.cu")
+            .unwrap()
+            .text();
         for (name, value) in [
             ("THREADS", THREADS as usize),
             ("WARP", WARP as usize),

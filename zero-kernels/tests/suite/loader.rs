@@ -7,7 +7,7 @@ use std::time::Duration;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Memory, Stream};
 use zero_kernels::cuda::{
-    Arch, Compile, CudaError, CudaKernels, KernelCache, Loader, Nvrtc, Source, Target,
+    Arch, Compile, CudaError, CudaKernels, KernelCache, KernelSource, Loader, Nvrtc, Target,
 };
 use zero_kernels::{KernelError, Kernels};
 
@@ -31,7 +31,7 @@ unsafe impl Compile for Counting {
         self.nvrtc.target(arch)
     }
 
-    fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, CudaError> {
+    fn compile(&self, source: &KernelSource, target: Target) -> Result<Vec<u8>, CudaError> {
         self.compiled.fetch_add(1, Ordering::Relaxed);
         match &self.instead {
             Some(instead) => instead.clone(),
@@ -157,8 +157,8 @@ mod cuda {
     #[test]
     #[ignore = "needs a CUDA device"]
     fn foreign_source_is_loaded_by_its_entries() {
-        const FOREIGN: Source =
-            Source::new("foreign.cu", "extern \"C\" __global__ void nothing() {}");
+        const FOREIGN: KernelSource =
+            KernelSource::new("foreign.cu", "extern \"C\" __global__ void nothing() {}");
         let setup = setup(None);
         let functions = setup.loader.load(&FOREIGN, &["nothing"]).unwrap();
         let nothing = &functions["nothing"];

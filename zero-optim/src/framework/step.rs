@@ -41,12 +41,12 @@ impl<D: Device> fmt::Debug for Step<'_, D> {
 }
 
 /// The parameters of a unit during a call.
-enum Held<D: Device> {
+enum CallParams<D: Device> {
     Whole(AnySlice, Memory),
     Gathered(Arc<Unsharded<D>>),
 }
 
-impl<D: Device> Held<D> {
+impl<D: Device> CallParams<D> {
     fn params<'b>(&self, unit: &'b UnitLayout) -> Params<'b> {
         let (flat, memory) = match self {
             Self::Whole(flat, memory) => (*flat, Arc::clone(memory)),
@@ -285,7 +285,7 @@ impl<D: Device> Step<'_, D> {
         &mut self,
         call: &'static str,
         unit: &str,
-    ) -> Result<(usize, Held<D>), FrameworkError> {
+    ) -> Result<(usize, CallParams<D>), FrameworkError> {
         self.core.check()?;
         let index = self.core.unit(unit)?;
         let held = self.hold(index);
@@ -293,13 +293,13 @@ impl<D: Device> Step<'_, D> {
         Ok((index, held))
     }
 
-    fn hold(&mut self, index: usize) -> Result<Held<D>, FrameworkError> {
+    fn hold(&mut self, index: usize) -> Result<CallParams<D>, FrameworkError> {
         let core = &mut *self.core;
         let Some(gathers) = &mut self.gathers else {
             let ready = core.wait_for_params(index);
             core.or_fail(ready)?;
             let unit = &core.params[index];
-            return Ok(Held::Whole(unit.held, Arc::clone(&unit.memory)));
+            return Ok(CallParams::Whole(unit.held, Arc::clone(&unit.memory)));
         };
 
         core.gradients.note(true, index);
@@ -310,7 +310,7 @@ impl<D: Device> Step<'_, D> {
             if is_host {
                 unit.synchronize(limit)?;
             }
-            Ok(Held::Gathered(Arc::new(unit)))
+            Ok(CallParams::Gathered(Arc::new(unit)))
         });
         core.or_fail(gathered)
     }
@@ -319,12 +319,12 @@ impl<D: Device> Step<'_, D> {
     fn release<R, E: Into<Failure>>(
         &mut self,
         index: usize,
-        held: Held<D>,
+        held: CallParams<D>,
         result: Result<R, E>,
     ) -> Result<R, FrameworkError> {
         let result = result.map_err(FrameworkError::of_closure);
         let result = result.inspect_err(|error| self.last_error = Some(error.to_string()));
-        let (Held::Gathered(unit), Some(gathers)) = (held, &mut self.gathers) else {
+        let (CallParams::Gathered(unit), Some(gathers)) = (held, &mut self.gathers) else {
             return result;
         };
         match Arc::try_unwrap(unit) {

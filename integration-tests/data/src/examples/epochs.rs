@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use zero_models::random::Counter;
 use zero_trainer::BatchAt;
 
-use crate::place::{Pace, Place};
+use crate::place::{DataPosition, Pace};
 
 /// Orders that are kept: ranks may be in two epochs at once.
 const KEPT: usize = 2;
@@ -23,7 +23,7 @@ type Order = (u64, u64, Arc<[u32]>);
 pub(crate) struct Epochs {
     rows: u64,
     /// The place at which the run's steps begin.
-    from: Place,
+    from: DataPosition,
     orders: Mutex<Vec<Order>>,
 }
 
@@ -56,12 +56,12 @@ impl Epochs {
     pub(crate) fn new(rows: u64) -> Self {
         Self {
             rows,
-            from: Place::default(),
+            from: DataPosition::default(),
             orders: Mutex::default(),
         }
     }
 
-    pub(crate) fn begin_at(&mut self, from: Place) {
+    pub(crate) fn begin_at(&mut self, from: DataPosition) {
         self.from = from;
     }
 
@@ -169,7 +169,7 @@ mod tests {
             runs in vec((1_u64..4, 1_u64..4, 1_usize..4, 0_u64..12), 1..6),
         ) {
             let mut of_rows = Epochs::new(count);
-            let mut from = Place::default();
+            let mut from = DataPosition::default();
             let mut step = 0;
             let mut all = Vec::new();
             let last = runs.len() - 1;
@@ -183,7 +183,7 @@ mod tests {
                     all.extend(rows(&of_rows, BatchAt { step, ..at }).into_iter().flatten());
                 }
                 step = stop;
-                from = Place { step, rows: pace.rows_before(from, step) };
+                from = DataPosition { step, rows: pace.rows_before(from, step) };
             }
             prop_assert_eq!(from.rows, epochs * count);
             for epoch in all.chunks(count as usize) {

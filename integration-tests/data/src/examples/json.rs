@@ -8,17 +8,17 @@ use crate::DataError;
 /// The longest row. A file without line breaks must not fill the memory.
 const MAX_ROW_BYTES: u64 = 64 << 20;
 
-/// The mark that some editors put at the start of UTF-8 text.
 /// The rows of a file, each an example, with the lines where they begin.
-pub(super) type Rows = Box<dyn Iterator<Item = Result<(u32, String), DataError>>>;
+pub(super) type RowIterator = Box<dyn Iterator<Item = Result<(u32, String), DataError>>>;
 
+/// The mark that some editors put at the start of UTF-8 text.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// The rows of a file, with the line at which each begins.
 ///
 /// # Errors
 /// The file cannot be opened. An item is an error if a row cannot be read.
-pub(super) fn rows(path: &Path) -> Result<Rows, DataError> {
+pub(super) fn rows(path: &Path) -> Result<RowIterator, DataError> {
     let (file, _) = zero_ckpt::files::open(path).map_err(|source| DataError::Read {
         path: path.to_owned(),
         source,

@@ -10,7 +10,7 @@ use parquet::schema::types::Type;
 use serde_json::{Map, Value};
 use zero_ckpt::files;
 
-use super::json::Rows;
+use super::json::RowIterator;
 use super::line::{FORMS, KEYS};
 use crate::DataError;
 
@@ -29,7 +29,7 @@ const OF_FORMS: [&str; 6] = [
 ///
 /// # Errors
 /// The file is not parquet, or has no such column. An item is an error if a page cannot be read.
-pub(super) fn rows(path: &Path) -> Result<Rows, DataError> {
+pub(super) fn rows(path: &Path) -> Result<RowIterator, DataError> {
     let (file, _) = files::open(path).map_err(|source| DataError::Read {
         path: path.to_owned(),
         source,

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::json;
-use super::json::Rows;
+use super::json::RowIterator;
 use super::line::{Form, Line, as_lines};
 use crate::DataError;
 
@@ -27,7 +27,7 @@ impl RowFile {
     ///
     /// # Errors
     /// The file cannot be read.
-    pub(super) fn rows(&self) -> Result<Rows, DataError> {
+    pub(super) fn rows(&self) -> Result<RowIterator, DataError> {
         match self.format {
             Format::Json => json::rows(&self.path),
             #[cfg(feature = "parquet")]

@@ -150,7 +150,7 @@ impl ChatTemplate {
             path: path.clone(),
             message,
         };
-        let jinja::Source { text, marks } = jinja::rewrite(text).map_err(failed)?;
+        let jinja::RewrittenTemplate { text, marks } = jinja::rewrite(text).map_err(failed)?;
         let mut environment = jinja::environment();
         environment.add_function("strftime_now", move |format: &str| strftime(now, format));
         environment

@@ -53,14 +53,14 @@ struct Notes {
     bytes: usize,
     /// The loops that run, outermost first, and the message that each is at.
     loops: Vec<(i64, Option<usize>)>,
-    parts: Vec<Part>,
+    parts: Vec<MessageText>,
     /// The loops in which messages were, with the message.
     visits: Vec<(i64, usize)>,
 }
 
 /// Text of one message in one loop.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct MessageText {
     pub(super) bytes: Range<usize>,
     pub(super) message: usize,
     in_loop: i64,
@@ -73,7 +73,7 @@ impl Notes {
         let owner = self.loops.iter().rev();
         let owner = owner.filter_map(|&(in_loop, message)| Some((in_loop, message?)));
         self.parts
-            .extend(owner.take(1).map(|(in_loop, message)| Part {
+            .extend(owner.take(1).map(|(in_loop, message)| MessageText {
                 bytes: self.bytes..usize::MAX,
                 message,
                 in_loop,
@@ -92,7 +92,7 @@ impl Notes {
                 {
                     before.bytes.end = bytes.end;
                 }
-                _ => self.parts.push(Part { bytes, ..last }),
+                _ => self.parts.push(MessageText { bytes, ..last }),
             }
         }
     }
@@ -183,7 +183,7 @@ impl io::Write for Text<'_> {
 pub(super) struct Traced {
     pub(super) text: String,
     /// In the order of the text.
-    pub(super) parts: Vec<Part>,
+    pub(super) parts: Vec<MessageText>,
     visits: Vec<(i64, usize)>,
 }
 

@@ -12,7 +12,7 @@ use super::rows::pad;
 use super::{EncoderSource, Epochs, ExampleRows, Examples};
 use crate::kind::{Content, DataKind};
 use crate::output::{beginning, counted};
-use crate::place::{Pace, Place};
+use crate::place::{DataPosition, Pace};
 use crate::{DataError, DataSource, Dataset};
 
 /// How data becomes rows.
@@ -38,7 +38,7 @@ pub enum TrainingData {
 
 /// Rows by epochs.
 pub struct RowData {
-    rows: Source,
+    rows: RowSource,
     seq_len: usize,
     epochs: Epochs,
     description: String,
@@ -47,7 +47,7 @@ pub struct RowData {
     notices: Vec<String>,
 }
 
-enum Source {
+enum RowSource {
     Examples(ExampleRows),
     /// Consecutive windows of tokens.
     Windows(Dataset),
@@ -149,7 +149,7 @@ impl TrainingData {
             description: describe(&rows),
             first: first_trained(&rows)?,
             notices: notices(&rows),
-            rows: Source::Examples(rows),
+            rows: RowSource::Examples(rows),
         }))
     }
 
@@ -164,7 +164,7 @@ impl TrainingData {
             description: format!("{}, {} an epoch", data.describe(), counted(windows, "row")),
             first: None,
             notices: data.notices().to_vec(),
-            rows: Source::Windows(data),
+            rows: RowSource::Windows(data),
         })
     }
 
@@ -248,8 +248,8 @@ impl TrainingData {
     pub fn epoch(&self) -> Option<(u64, u64)> {
         let Self::Rows(data) = self else { return None };
         Some(match &data.rows {
-            Source::Examples(rows) => (rows.count() as u64, rows.all_trained()),
-            Source::Windows(dataset) => {
+            RowSource::Examples(rows) => (rows.count() as u64, rows.all_trained()),
+            RowSource::Windows(dataset) => {
                 let windows = dataset.windows(data.seq_len);
                 (windows, windows * data.seq_len as u64)
             }
@@ -262,7 +262,7 @@ impl TrainingData {
     }
 
     /// Begins the run's steps at `from`.
-    pub fn begin_at(&mut self, from: Place) {
+    pub fn begin_at(&mut self, from: DataPosition) {
         match self {
             Self::Stream(data) => data.begin_at(from),
             Self::Rows(data) => data.epochs.begin_at(from),
@@ -273,8 +273,8 @@ impl TrainingData {
         match self {
             Self::Stream(data) => Ok(data),
             Self::Rows(data) => match &data.rows {
-                Source::Windows(data) => Ok(data),
-                Source::Examples(rows) => Err(rows),
+                RowSource::Windows(data) => Ok(data),
+                RowSource::Examples(rows) => Err(rows),
             },
         }
     }
@@ -322,7 +322,7 @@ impl RowData {
             });
         }
 
-        let has_documents = matches!(&self.rows, Source::Examples(rows) if rows.is_packed());
+        let has_documents = matches!(&self.rows, RowSource::Examples(rows) if rows.is_packed());
         batch
             .starts
             .resize(if has_documents { tokens } else { 0 }, 0);
@@ -346,8 +346,8 @@ impl RowData {
     /// The trained targets of a row, at least one.
     fn trained(&self, row: u32) -> u64 {
         match &self.rows {
-            Source::Examples(rows) => u64::from(rows.trained(row as usize)),
-            Source::Windows(_) => self.seq_len as u64,
+            RowSource::Examples(rows) => u64::from(rows.trained(row as usize)),
+            RowSource::Windows(_) => self.seq_len as u64,
         }
     }
 
@@ -359,11 +359,11 @@ impl RowData {
         starts: &mut [u32],
     ) -> Result<(), DataError> {
         match &self.rows {
-            Source::Examples(rows) => {
+            RowSource::Examples(rows) => {
                 rows.fill(row, inputs, targets, starts);
                 Ok(())
             }
-            Source::Windows(data) => data.window(row as u64, inputs, targets),
+            RowSource::Windows(data) => data.window(row as u64, inputs, targets),
         }
     }
 }

@@ -7,7 +7,7 @@ use regex_automata::hybrid::CacheError;
 use tokenizers::Tokenizer;
 use tokenizers::tokenizer::{Model, NormalizedString, Normalizer};
 
-use super::rules::{Prefix, Rules, SPACE, Step};
+use super::rules::{Prefix, Rules, SPACE, SplitRule};
 use super::words::{Splitter, WordTokens, each_word, word_key};
 
 /// The tokens that a text may name, such as `<|endoftext|>`.
@@ -68,7 +68,7 @@ pub(super) struct Words {
 
 impl Words {
     fn new(rules: Option<&Rules>) -> tokenizers::Result<Self> {
-        let steps: &[Step] = match rules {
+        let steps: &[SplitRule] = match rules {
             Some(Rules::Bytes { steps, .. }) => steps,
             _ => &[],
         };

@@ -35,7 +35,7 @@ pub use fit::check_tokenizer;
 use places::{PlacedTokens, Places};
 use rules::Rules;
 pub(super) use special::DocumentEnds;
-use untrusted::{Parts, check_model};
+use untrusted::{TokenizerParts, check_model};
 
 /// GPT-2's only special token.
 const END_OF_TEXT: &str = "<|endoftext|>";
@@ -131,7 +131,7 @@ impl TokenizerFiles {
             texts => caught(|| {
                 let text = texts.concat();
                 let text = text.trim_start_matches('\u{feff}');
-                let parts: Parts = serde_json::from_str(text)?;
+                let parts: TokenizerParts = serde_json::from_str(text)?;
                 parts.check()?;
                 text.parse()
             }),

@@ -46,7 +46,7 @@ pub(super) const SPACES: &str = r"|\s+(?!\S)|\s+";
 pub(super) enum Rules {
     Bytes {
         /// Each splits the pieces of the one before.
-        steps: Vec<Step>,
+        steps: Vec<SplitRule>,
         /// Whether text is composed first (NFC).
         composed: bool,
     },
@@ -61,7 +61,7 @@ pub(super) enum Rules {
 
 /// One way of splitting pieces into smaller ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum SplitRule {
     /// One of [`EXPRESSIONS`], before [`SPACES`].
     Expression(&'static str),
     /// Each digit alone, or rows of digits.
@@ -173,9 +173,9 @@ fn byte_rules(normalizer: &Value, splitter: &Value) -> Option<Rules> {
     let mut known = first
         .iter()
         .map(|step| known_step(step))
-        .collect::<Option<Vec<Step>>>()?;
+        .collect::<Option<Vec<SplitRule>>>()?;
     if last["use_regex"] != false {
-        known.push(Step::Expression(GPT2));
+        known.push(SplitRule::Expression(GPT2));
     }
     (is_bytes && !known.is_empty()).then_some(Rules::Bytes {
         steps: known,
@@ -183,16 +183,16 @@ fn byte_rules(normalizer: &Value, splitter: &Value) -> Option<Rules> {
     })
 }
 
-fn known_step(step: &Value) -> Option<Step> {
+fn known_step(step: &Value) -> Option<SplitRule> {
     match step["type"].as_str()? {
-        "Digits" => Some(Step::Digits {
+        "Digits" => Some(SplitRule::Digits {
             alone: step["individual_digits"] == true,
         }),
         "Split" => {
             let is_plain = step["behavior"] == "Isolated" && step["invert"] == false;
             let expression = step["pattern"]["Regex"].as_str()?.strip_suffix(SPACES)?;
             let known = EXPRESSIONS.iter().find(|known| **known == expression)?;
-            is_plain.then_some(Step::Expression(known))
+            is_plain.then_some(SplitRule::Expression(known))
         }
         _ => None,
     }

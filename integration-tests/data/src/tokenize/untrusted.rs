@@ -45,7 +45,7 @@ const PROBE_REPEATS: usize = 64;
 
 /// The parts of a tokenizer beside its model and added tokens.
 #[derive(Deserialize)]
-pub(super) struct Parts {
+pub(super) struct TokenizerParts {
     #[serde(default)]
     normalizer: Value,
     pre_tokenizer: Option<PreTokenizerWrapper>,
@@ -53,7 +53,7 @@ pub(super) struct Parts {
     decoder: Option<DecoderWrapper>,
 }
 
-impl Parts {
+impl TokenizerParts {
     /// Checks the parts. The error says what is wrong.
     pub(super) fn check(&self) -> Result<(), String> {
         check_tables(&self.normalizer)?;
@@ -324,7 +324,7 @@ mod tests {
     use super::*;
 
     fn check(part: &str, value: Value) -> Result<(), String> {
-        let parts: Parts = serde_json::from_value(json!({ part: value })).unwrap();
+        let parts: TokenizerParts = serde_json::from_value(json!({ part: value })).unwrap();
         parts.check()
     }
 

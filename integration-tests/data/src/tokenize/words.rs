@@ -12,7 +12,7 @@ use regex_automata::hybrid::{BuildError, CacheError};
 use regex_automata::util::start;
 use regex_automata::{Anchored, MatchKind, PatternID};
 
-use super::rules::Step;
+use super::rules::SplitRule;
 
 /// Memory for states of an automaton, which are made when they are first reached. Text of all
 /// scripts needs less.
@@ -33,10 +33,10 @@ pub(super) enum Splitter {
 }
 
 impl Splitter {
-    pub(super) fn new(step: Step) -> Result<Self, Box<BuildError>> {
+    pub(super) fn new(step: SplitRule) -> Result<Self, Box<BuildError>> {
         let expression = match step {
-            Step::Expression(expression) => expression,
-            Step::Digits { alone } => return Ok(Self::Digits { alone }),
+            SplitRule::Expression(expression) => expression,
+            SplitRule::Digits { alone } => return Ok(Self::Digits { alone }),
         };
         let config = Config::new()
             .match_kind(MatchKind::LeftmostFirst)

@@ -57,14 +57,14 @@ pub fn workspace_elems(batch: usize, seq: usize, width: usize) -> usize {
 #[derive(Clone, Debug)]
 pub struct Attention {
     shape: Shape,
-    kind: Kind,
+    kind: AttentionKernel,
     forward: Kernel,
     dq: Kernel,
     dkv: Kernel,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum AttentionKernel {
     /// Tensor cores.
     Flash,
     /// CUDA cores.
@@ -172,7 +172,7 @@ impl Attention {
         let dkv = kernel("backward_dkv", 4)?.with_heads(shape.kv_heads)?;
         Ok(Self {
             shape,
-            kind: Kind::Plain,
+            kind: AttentionKernel::Plain,
             forward,
             dq,
             dkv,
@@ -199,7 +199,7 @@ impl Attention {
         let dkv = kernel("backward_dkv", tiles.dkv, 2)?.with_heads(shape.kv_heads)?;
         Ok(Self {
             shape,
-            kind: Kind::Flash,
+            kind: AttentionKernel::Flash,
             forward,
             dq,
             dkv,
@@ -208,7 +208,7 @@ impl Attention {
 
     /// Whether it runs on tensor cores.
     pub fn is_flash(&self) -> bool {
-        self.kind == Kind::Flash
+        self.kind == AttentionKernel::Flash
     }
 
     /// Elements of qkv.
@@ -243,7 +243,7 @@ impl Attention {
         let Kernel { entry, launch } = &self.forward;
 
         match self.kind {
-            Kind::Flash => {
+            AttentionKernel::Flash => {
                 let args = [
                     out, lse, qkv, starts, keys, drops, seq, heads, kv_heads, window, scale,
                 ];
@@ -251,7 +251,7 @@ impl Attention {
                 // SAFETY: the parameters of flash_forward, whose lengths were checked.
                 unsafe { ops.launch(stream, "attention", &entry, *launch, args) }
             }
-            Kind::Plain => {
+            AttentionKernel::Plain => {
                 let args = [
                     out, lse, qkv, starts, keys, drops, seq, heads, kv_heads, d, window, scale,
                 ];
@@ -302,8 +302,8 @@ impl Attention {
         };
 
         match self.kind {
-            Kind::Flash => self.flash_backward(ops, stream, grads, args, workspace),
-            Kind::Plain => {
+            AttentionKernel::Flash => self.flash_backward(ops, stream, grads, args, workspace),
+            AttentionKernel::Plain => {
                 self.plain_backward(ops, stream, args)?;
                 if let Some(angles) = grads.angles {
                     let heads = Heads {

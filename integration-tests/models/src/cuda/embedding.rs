@@ -31,7 +31,7 @@ pub struct TokenLists {
 
 /// What the kernels know of the rows of a batch beside their tokens.
 #[derive(Clone, Copy, Debug)]
-pub struct Rows {
+pub struct BatchLayout {
     /// Sequences.
     pub batch: usize,
     /// The tokens of each sequence.
@@ -42,7 +42,7 @@ pub struct Rows {
     pub dropout: Option<Dropout>,
 }
 
-impl Rows {
+impl BatchLayout {
     fn rows(self) -> usize {
         self.batch * self.span.tokens
     }
@@ -116,7 +116,7 @@ pub fn forward(
     tokens: DeviceSlice<u32>,
     wte: AnySlice,
     wpe: Option<AnySlice>,
-    of: Rows,
+    of: BatchLayout,
 ) -> Result<(), OpError> {
     let rows = tokens.len();
     let n = x.len() / rows.max(1);
@@ -171,7 +171,7 @@ pub fn backward_tokens(
     lists: &TokenLists,
     dx: AnySlice,
     padding: Option<u32>,
-    of: Rows,
+    of: BatchLayout,
 ) -> Result<(), OpError> {
     let rows = lists.tokens.len();
     let n = dx.len() / rows.max(1);
@@ -221,7 +221,7 @@ pub fn backward_positions(
     stream: &CudaStream,
     dwpe: DeviceSlice<f32>,
     dx: AnySlice,
-    of: Rows,
+    of: BatchLayout,
 ) -> Result<(), OpError> {
     let rows = of.rows();
     let n = dx.len() / rows.max(1);

@@ -6,11 +6,11 @@ use zero_alloc::device::AnySlice;
 
 use super::error::OpError;
 use super::launch::{OpKernels, Shape, columns, size};
-use crate::ops::sequence::Exchange;
+use crate::ops::sequence::HeadExchange;
 
 /// The kernel's output and its source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum PackStep {
     /// Segments of tokens.
     PackTokens,
     /// Heads of segments.
@@ -21,7 +21,7 @@ pub enum Step {
     UnpackTokens,
 }
 
-impl Step {
+impl PackStep {
     /// All steps.
     pub const ALL: [Self; 4] = [
         Self::PackTokens,
@@ -47,12 +47,12 @@ impl Step {
 pub fn run(
     ops: &OpKernels,
     stream: &CudaStream,
-    step: Step,
+    step: PackStep,
     out: AnySlice,
     x: AnySlice,
-    exchange: Exchange,
+    exchange: HeadExchange,
 ) -> Result<(), OpError> {
-    let Exchange {
+    let HeadExchange {
         ranks,
         batch,
         seq,
@@ -63,9 +63,9 @@ pub fn run(
     let elems = exchange.elems();
     let tokens = exchange.tokens_elems();
     let [out_elems, x_elems] = match step {
-        Step::PackTokens => [elems, tokens],
-        Step::UnpackHeads | Step::PackHeads => [elems, elems],
-        Step::UnpackTokens => [tokens, elems],
+        PackStep::PackTokens => [elems, tokens],
+        PackStep::UnpackHeads | PackStep::PackHeads => [elems, elems],
+        PackStep::UnpackTokens => [tokens, elems],
     };
     let columns = columns(d, &[out, x]);
     let args = [

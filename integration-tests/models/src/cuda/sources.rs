@@ -2,13 +2,13 @@
 
 use zero_alloc::device::DType;
 use zero_kernels::KernelError;
-use zero_kernels::cuda::{Arch, Source};
+use zero_kernels::cuda::{Arch, KernelSource};
 
 /// A source file for one type of storage.
 #[derive(Clone, Copy, Debug)]
 pub struct KernelFile {
     /// The text, with the name of the file in `cuda/`.
-    pub source: Source,
+    pub source: KernelSource,
     /// The kernels in it.
     pub entries: &'static [&'static str],
     /// The oldest architecture that it compiles for.
@@ -26,7 +26,7 @@ macro_rules! file {
         $called:literal, $defined:literal, $dropout:literal
     ) => {
         KernelFile {
-            source: Source::new(
+            source: KernelSource::new(
                 $called,
                 concat!(
                     "#define STORAGE ", $storage, "\n", $defined,

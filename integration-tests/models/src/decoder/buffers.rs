@@ -6,7 +6,7 @@ use zero_alloc::{Pool, Purpose};
 use zero_trainer::ModelError;
 
 use super::sizes::Sizes;
-use super::slices::{BlockSlices, ExchangeSlices, HeadSlices, Held, Layers, ScratchSlices};
+use super::slices::{BlockSlices, ExchangeSlices, HeadSlices, HeldBlocks, Layers, ScratchSlices};
 
 /// All buffers of the model.
 pub(super) struct Buffers {
@@ -22,7 +22,7 @@ pub(super) struct Buffers {
     pub(super) stats: DeviceSlice<f32>,
     /// This rank's part of each row of the residual stream; empty if all rows are whole.
     pub(super) parts: Vec<DeviceSlice<f32>>,
-    _held: Held<HostDevice>,
+    _held: HeldBlocks<HostDevice>,
 }
 
 impl Buffers {
@@ -32,7 +32,7 @@ impl Buffers {
         pool: &Pool<HostDevice>,
         stream: &HostStream,
     ) -> Result<Self, ModelError> {
-        let mut held = Held::new(pool, stream);
+        let mut held = HeldBlocks::new(pool, stream);
         let loss = held
             .allocate(1, DType::F64, Purpose::Workspace)?
             .typed::<f64>()?;

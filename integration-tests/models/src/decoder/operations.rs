@@ -417,8 +417,8 @@ impl Operations {
     }
 
     /// The rows of a batch with these places of its tokens.
-    fn rows<'a>(&self, p: &Flat<'a>, tokens: &'a [u32]) -> embedding::Rows<'a> {
-        embedding::Rows {
+    fn rows<'a>(&self, p: &Flat<'a>, tokens: &'a [u32]) -> embedding::BatchTokens<'a> {
+        embedding::BatchTokens {
             tokens,
             starts: &p.batch.starts,
             span: self.span(),

@@ -3,7 +3,7 @@
 //!
 //! A rank computes its tokens of each sequence, except for attention, which it computes for all
 //! tokens and its heads. Buffers of a model that shares sequences, with `qkv` and `attended` the
-//! elements of [`Exchange::elems`]:
+//! elements of [`HeadExchange::elems`]:
 //!
 //! | buffer | elements | lifetime |
 //! |---|---|---|
@@ -21,10 +21,10 @@ use super::sequence_group::SequenceGroup;
 use super::sequence_part::Exchanges;
 use super::slices::ExchangeSlices;
 use super::steps::Steps;
-use crate::ops::sequence::Exchange;
+use crate::ops::sequence::HeadExchange;
 
 /// Writes one slice from another.
-type Rearrange = fn(Exchange, &mut [f32], &[f32]);
+type Rearrange = fn(HeadExchange, &mut [f32], &[f32]);
 
 /// One way of an exchange: how it packs what it sends, and unpacks what it has received.
 struct Way {
@@ -33,13 +33,13 @@ struct Way {
 }
 
 const TO_HEADS: Way = Way {
-    pack: Exchange::pack_tokens,
-    unpack: Exchange::unpack_heads,
+    pack: HeadExchange::pack_tokens,
+    unpack: HeadExchange::unpack_heads,
 };
 
 const TO_TOKENS: Way = Way {
-    pack: Exchange::pack_heads,
-    unpack: Exchange::unpack_tokens,
+    pack: HeadExchange::pack_heads,
+    unpack: HeadExchange::unpack_tokens,
 };
 
 impl Steps<'_> {
@@ -92,7 +92,7 @@ impl Steps<'_> {
     fn exchange(
         &mut self,
         group: &SequenceGroup,
-        exchange: Exchange,
+        exchange: HeadExchange,
         way: Way,
         [to, from]: [DeviceSlice<f32>; 2],
     ) -> Result<(), ModelError> {

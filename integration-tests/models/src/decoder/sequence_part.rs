@@ -5,7 +5,7 @@ use zero_trainer::{Batch, ModelError, ModelRanks};
 
 use super::config::DecoderConfig;
 use crate::ops::Span;
-use crate::ops::sequence::Exchange;
+use crate::ops::sequence::HeadExchange;
 use crate::options::ModelOptions;
 
 /// The place of a rank among those that share its sequences: with T tokens and S ranks, rank s has
@@ -92,15 +92,15 @@ impl SequencePart {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Exchanges {
     /// Of queries, keys and values.
-    pub(crate) qkv: Exchange,
+    pub(crate) qkv: HeadExchange,
     /// Of what the heads attend to.
-    pub(crate) attended: Exchange,
+    pub(crate) attended: HeadExchange,
 }
 
 impl Exchanges {
     /// Those of blocks of this configuration. The options must be valid for it.
     pub(crate) fn new(config: &DecoderConfig, options: &ModelOptions) -> Self {
-        let qkv = Exchange {
+        let qkv = HeadExchange {
             ranks: options.sequence_ranks,
             batch: options.micro_batch,
             seq: options.seq_len,
@@ -110,7 +110,7 @@ impl Exchanges {
         };
         Self {
             qkv,
-            attended: Exchange { kv_heads: 0, ..qkv },
+            attended: HeadExchange { kv_heads: 0, ..qkv },
         }
     }
 
@@ -130,7 +130,7 @@ impl Exchanges {
 
     /// Elements that a rank sends to others in the exchanges of a forward, or of a backward.
     pub(crate) fn sent_elems(&self) -> usize {
-        let of = |exchange: Exchange| exchange.elems() / exchange.ranks * (exchange.ranks - 1);
+        let of = |exchange: HeadExchange| exchange.elems() / exchange.ranks * (exchange.ranks - 1);
         of(self.qkv) + of(self.attended)
     }
 }

@@ -79,14 +79,14 @@ impl<X: Copy, B: Copy> Layers<X, B> {
 }
 
 /// Blocks of the pool that keep slices valid. Dropping it records the streams of all their uses.
-pub(crate) struct Held<D: Device> {
+pub(crate) struct HeldBlocks<D: Device> {
     blocks: Vec<Block<D>>,
     pool: Pool<D>,
     stream: D::Stream,
     other: Option<D::Stream>,
 }
 
-impl<D: Device> Held<D> {
+impl<D: Device> HeldBlocks<D> {
     pub(crate) fn new(pool: &Pool<D>, stream: &D::Stream) -> Self {
         Self {
             blocks: Vec::new(),
@@ -116,7 +116,7 @@ impl<D: Device> Held<D> {
     }
 }
 
-impl<D: Device> Drop for Held<D> {
+impl<D: Device> Drop for HeldBlocks<D> {
     fn drop(&mut self) {
         for block in &mut self.blocks {
             for stream in [Some(&self.stream), self.other.as_ref()]

@@ -18,7 +18,7 @@ use super::slices::{Activations, BlockSlices, ScratchSlices};
 use super::tensor_group::TensorGroup;
 
 /// A step. It has the parameters of the pass, and the gradient of its unit in backward.
-type Step = Box<dyn FnOnce(&Flat<'_>, &mut [f32]) + Send>;
+type StepFn = Box<dyn FnOnce(&Flat<'_>, &mut [f32]) + Send>;
 
 /// The groups of a rank.
 pub(super) struct Groups {
@@ -38,7 +38,7 @@ pub(super) struct Steps<'a> {
     params: &'a [AnySlice],
     grads: &'a [DeviceSlice<f32>],
     /// Those that are not enqueued yet.
-    steps: Vec<Step>,
+    steps: Vec<StepFn>,
 }
 
 impl<'a> Steps<'a> {

@@ -111,10 +111,10 @@ pub struct HfFolder {
     path: PathBuf,
     config: ModelConfig,
     warnings: Vec<String>,
-    source: Source,
+    source: TensorSource,
 }
 
-enum Source {
+enum TensorSource {
     /// Hugging Face's files, and the names of the parameters there.
     Files {
         weights: TensorFolder,
@@ -175,7 +175,7 @@ impl HfFolder {
             path: path.to_owned(),
             config,
             warnings,
-            source: Source::Files { weights, stored },
+            source: TensorSource::Files { weights, stored },
         })
     }
 
@@ -253,7 +253,7 @@ impl HfFolder {
             path: path.to_owned(),
             config,
             warnings,
-            source: Source::Checkpoint {
+            source: TensorSource::Checkpoint {
                 reader: Box::new(reader),
                 kept,
             },
@@ -278,8 +278,8 @@ impl HfFolder {
     /// The checkpoint, if the weights are those of one.
     pub fn checkpoint(&self) -> Option<&Reader> {
         match &self.source {
-            Source::Files { .. } => None,
-            Source::Checkpoint { reader, .. } => Some(reader),
+            TensorSource::Files { .. } => None,
+            TensorSource::Checkpoint { reader, .. } => Some(reader),
         }
     }
 
@@ -287,19 +287,19 @@ impl HfFolder {
     /// a checkpoint without them.
     pub fn companions(&self) -> Option<&Path> {
         match &self.source {
-            Source::Files { .. } => Some(&self.path),
-            Source::Checkpoint { kept, .. } => kept.as_deref(),
+            TensorSource::Files { .. } => Some(&self.path),
+            TensorSource::Checkpoint { kept, .. } => kept.as_deref(),
         }
     }
 
     /// Whether all weights are stored in bf16, so that holding them in it rounds nothing.
     pub fn is_bf16(&self) -> bool {
         match &self.source {
-            Source::Files { weights, stored } => stored
+            TensorSource::Files { weights, stored } => stored
                 .tensors()
                 .filter_map(|name| weights.tensor(name))
                 .all(|(tensor, _)| tensor.dtype == StateDtype::BF16.name()),
-            Source::Checkpoint { .. } => false,
+            TensorSource::Checkpoint { .. } => false,
         }
     }
 
@@ -325,8 +325,8 @@ impl HfFolder {
     /// The unit and the name of the parameter that a tensor of the files is, if the model has it.
     pub fn unit_and_param(&self, tensor: &str) -> Option<(String, String)> {
         let tensor = match &self.source {
-            Source::Files { stored, .. } => stored.without_wrapper(tensor)?,
-            Source::Checkpoint { .. } => tensor,
+            TensorSource::Files { stored, .. } => stored.without_wrapper(tensor)?,
+            TensorSource::Checkpoint { .. } => tensor,
         };
         let prefixed = format!("{}{tensor}", self.config.prefix());
         let mut units = self.config.units().into_iter();
@@ -343,12 +343,12 @@ impl HfFolder {
     /// The folder cannot be searched.
     pub fn tokenizer(&self) -> Result<Option<PathBuf>, HfError> {
         match &self.source {
-            Source::Files { .. } => tokenizer_files::tokenizer_in(&self.path),
-            Source::Checkpoint {
+            TensorSource::Files { .. } => tokenizer_files::tokenizer_in(&self.path),
+            TensorSource::Checkpoint {
                 kept: Some(kept), ..
             } => tokenizer_files::tokenizer_of_kept(kept),
             // Older versions imported the tokenizer into the checkpoint.
-            Source::Checkpoint { reader, .. } => tokenizer_files::tokenizer_in(reader.path()),
+            TensorSource::Checkpoint { reader, .. } => tokenizer_files::tokenizer_in(reader.path()),
         }
     }
 
@@ -360,13 +360,15 @@ impl HfFolder {
     pub fn read(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), HfError> {
         let start = range.start;
         match &self.source {
-            Source::Files { weights, stored } => {
+            TensorSource::Files { weights, stored } => {
                 let stored = stored.get(name).ok_or_else(|| HfError::UnknownParameter {
                     name: name.to_owned(),
                 })?;
                 weights.read(stored, range, out)?;
             }
-            Source::Checkpoint { reader, .. } => reader.read_param(MASTER, name, range, out)?,
+            TensorSource::Checkpoint { reader, .. } => {
+                reader.read_param(MASTER, name, range, out)?
+            }
         }
         match out.iter().position(|value| !value.is_finite()) {
             None => Ok(()),
@@ -382,12 +384,12 @@ impl HfFolder {
     /// The file of a parameter, or the checkpoint.
     fn file_of(&self, name: &str) -> PathBuf {
         match &self.source {
-            Source::Files { weights, stored } => stored
+            TensorSource::Files { weights, stored } => stored
                 .get(name)
                 .and_then(|stored| weights.tensor(stored))
                 .map_or(&*self.path, |(_, file)| file)
                 .to_owned(),
-            Source::Checkpoint { reader, .. } => reader.path().to_owned(),
+            TensorSource::Checkpoint { reader, .. } => reader.path().to_owned(),
         }
     }
 }
@@ -458,10 +460,10 @@ impl HfFolder {
     pub fn identity(&self) -> u64 {
         let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
         match &self.source {
-            Source::Checkpoint { reader, .. } => {
+            TensorSource::Checkpoint { reader, .. } => {
                 digest.update(&reader.selection().crc64.to_le_bytes())
             }
-            Source::Files { weights, .. } => {
+            TensorSource::Files { weights, .. } => {
                 digest.update(&machine());
                 for metadata in weights.files().filter_map(|file| fs::metadata(file).ok()) {
                     let numbers = [metadata.dev(), metadata.ino(), metadata.len()];

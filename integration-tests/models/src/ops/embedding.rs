@@ -10,7 +10,7 @@ use super::{Span, position, rows_per_thread};
 
 /// The tokens of a batch, and their places.
 #[derive(Clone, Copy, Debug)]
-pub struct Rows<'a> {
+pub struct BatchTokens<'a> {
     /// `[batch * seq]`.
     pub tokens: &'a [u32],
     /// The place in its sequence of the first token of each token's document; empty if all are 0.
@@ -21,8 +21,8 @@ pub struct Rows<'a> {
 
 /// `x = wte[token] + wpe[position]`, the position of a token in its document. Tokens were checked
 /// against the vocabulary when the data was opened.
-pub fn forward(x: &mut [f32], rows: Rows<'_>, wte: &[f32], wpe: &[f32], c: usize) {
-    let Rows {
+pub fn forward(x: &mut [f32], rows: BatchTokens<'_>, wte: &[f32], wpe: &[f32], c: usize) {
+    let BatchTokens {
         tokens,
         starts,
         span,
@@ -51,7 +51,7 @@ pub fn forward(x: &mut [f32], rows: Rows<'_>, wte: &[f32], wpe: &[f32], c: usize
 }
 
 /// `dwpe[position] += dx`, in the order of the rows.
-pub fn backward_positions(dwpe: &mut [f32], rows: Rows<'_>, dx: &[f32], c: usize) {
+pub fn backward_positions(dwpe: &mut [f32], rows: BatchTokens<'_>, dx: &[f32], c: usize) {
     for (row, dx) in dx.chunks_exact(c).enumerate() {
         let position = position(row, rows.span, rows.starts) * c;
         for (sum, &d) in dwpe[position..position + c].iter_mut().zip(dx) {

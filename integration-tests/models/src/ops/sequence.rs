@@ -18,7 +18,7 @@ use super::rows_per_thread;
 
 /// The sizes of an exchange.
 #[derive(Clone, Copy, Debug)]
-pub struct Exchange {
+pub struct HeadExchange {
     /// Ranks that share the sequences, S. It divides `seq` and `heads`; it divides `kv_heads` or is
     /// a multiple of them.
     pub ranks: usize,
@@ -34,7 +34,7 @@ pub struct Exchange {
     pub d: usize,
 }
 
-impl Exchange {
+impl HeadExchange {
     /// The heads of queries and of keys of a rank.
     pub fn heads_of_rank(self) -> [usize; 2] {
         let copied = usize::from(self.kv_heads > 0);
@@ -188,7 +188,7 @@ mod tests {
     }
 
     /// The tokens of `rank` with the names of their elements.
-    fn tokens_of(x: Exchange, rank: usize) -> Vec<f32> {
+    fn tokens_of(x: HeadExchange, rank: usize) -> Vec<f32> {
         let tokens = x.seq / x.ranks;
         let heads = x.heads + 2 * x.kv_heads;
         let mut out = Vec::new();
@@ -203,7 +203,7 @@ mod tests {
     }
 
     /// The heads of a token that attention of `rank` reads: by the queries' heads one by one.
-    fn wanted_heads(x: Exchange, rank: usize) -> Vec<usize> {
+    fn wanted_heads(x: HeadExchange, rank: usize) -> Vec<usize> {
         let of_queries: Vec<usize> = (0..x.heads)
             .filter(|h| h * x.ranks / x.heads == rank)
             .collect();
@@ -223,7 +223,7 @@ mod tests {
     }
 
     /// The all-to-all of segments.
-    fn all_to_all(x: Exchange, sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
+    fn all_to_all(x: HeadExchange, sent: &[Vec<f32>]) -> Vec<Vec<f32>> {
         let n = x.elems() / x.ranks;
         let of = |rank: usize| {
             sent.iter()
@@ -253,7 +253,7 @@ mod tests {
             let kv_heads = 1usize << kv_log;
             let heads = kv_heads.max(ranks) * group;
             let kv_heads = if keys { kv_heads } else { 0 };
-            let x = Exchange { ranks, batch, seq: ranks * tokens, heads, kv_heads, d };
+            let x = HeadExchange { ranks, batch, seq: ranks * tokens, heads, kv_heads, d };
             Threads::new(threads).unwrap().run(|| {
                 let sent: Vec<_> = (0..ranks)
                     .map(|rank| {

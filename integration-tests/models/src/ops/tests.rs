@@ -715,7 +715,7 @@ proptest! {
 
         on(threads, || {
             let mut x = vec![f32::NAN; rows * c];
-            let of_batch = embedding::Rows { tokens: &tokens, starts: &starts, span: Span::whole(seq) };
+            let of_batch = embedding::BatchTokens { tokens: &tokens, starts: &starts, span: Span::whole(seq) };
             embedding::forward(&mut x, of_batch, &wte, &wpe, c);
             let mut dwte = vec![0.0; vocab * c];
             let mut dwpe = vec![0.0; seq * c];

@@ -4,7 +4,7 @@ use zero_alloc::schedule::{Cost, Operation};
 use zero_trainer::StepSchedule;
 
 use super::StepSchedules;
-use crate::workload::{Kind, PASS, pass_class};
+use crate::workload::{PASS, PassKind, pass_class};
 use crate::{Costs, PassSeconds, ring};
 
 /// Resources that operations share which run at the same time: the network, the links within a node,
@@ -135,8 +135,8 @@ impl OperationCosts<'_> {
         let class = operation.work.class;
         let [forward, backward] = self.costs.software.attention.kernels().launches;
         match class {
-            _ if class == pass_class(Kind::Block, false) => forward,
-            _ if class == pass_class(Kind::Block, true) => backward,
+            _ if class == pass_class(PassKind::Block, false) => forward,
+            _ if class == pass_class(PassKind::Block, true) => backward,
             _ => 4.0,
         }
     }
@@ -177,11 +177,11 @@ impl PassSeconds {
     /// Seconds of the pass with this [`pass_class`].
     fn of_class(&self, class: u32) -> f64 {
         let kinds = [
-            (Kind::Embedding, self.embedding),
-            (Kind::Block, self.block),
-            (Kind::Head, self.head),
+            (PassKind::Embedding, self.embedding),
+            (PassKind::Block, self.block),
+            (PassKind::Head, self.head),
         ];
-        let of_kind = |(kind, [forward, backward]): (Kind, [f64; 2])| {
+        let of_kind = |(kind, [forward, backward]): (PassKind, [f64; 2])| {
             [
                 (pass_class(kind, false), forward),
                 (pass_class(kind, true), backward),

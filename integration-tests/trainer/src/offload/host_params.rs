@@ -34,7 +34,7 @@ struct OnFile<D: Device> {
     lens: Vec<usize>,
 }
 
-enum Place<D: Device> {
+enum ParamHome<D: Device> {
     /// Memory of the device, which is the host's.
     Direct(Vec<AnySlice>),
     /// Pinned memory. At stages 0 to 2, and at stage 3 without offload of parameters, the device
@@ -49,7 +49,7 @@ enum Place<D: Device> {
 
 /// The parameters of one rank.
 pub(crate) struct HostParams<D: Device> {
-    place: Place<D>,
+    place: ParamHome<D>,
     /// After it the unit is updated; `None` if the device has the update.
     updated: Vec<Option<HostEvent>>,
     device: D,
@@ -72,14 +72,14 @@ impl<D: Device> HostParams<D> {
         let dtype = rank.settings.dtype;
         let lens = segments.iter().map(|s| s.state.len()).collect::<Vec<_>>();
         let place = match (&rank.settings.offload.params, on_device) {
-            (Home::Nvme(dir), None) => Place::OnFile(Box::new(OnFile::new(
+            (Home::Nvme(dir), None) => ParamHome::OnFile(Box::new(OnFile::new(
                 rank,
                 update,
                 dir,
                 dtype,
                 lens.clone(),
             )?)),
-            (_, Some(slices)) if rank.is_host() => Place::Direct(slices),
+            (_, Some(slices)) if rank.is_host() => ParamHome::Direct(slices),
             (_, on_device) => {
                 let block =
                     rank.host
@@ -91,7 +91,7 @@ impl<D: Device> HostParams<D> {
                 let all = unsafe { block.slice() };
                 rank.host.pinned.device().fill_zero(update, all)?;
                 let slices = cut(all, &lens);
-                Place::Pinned {
+                ParamHome::Pinned {
                     block,
                     slices,
                     on_device,
@@ -119,7 +119,7 @@ impl<D: Device> HostParams<D> {
             return Ok(false);
         };
         self.device.wait_for_host(stream, &updated, self.limit)?;
-        if let Place::Pinned {
+        if let ParamHome::Pinned {
             slices,
             on_device: Some(on_device),
             ..
@@ -137,8 +137,8 @@ impl<D: Device> HostParams<D> {
         access: SwapAccess,
     ) -> Result<HeldParams<'_>, DeviceError> {
         let (values, on_file) = match &mut self.place {
-            Place::Direct(slices) | Place::Pinned { slices, .. } => (slices[unit], None),
-            Place::OnFile(file) => {
+            ParamHome::Direct(slices) | ParamHome::Pinned { slices, .. } => (slices[unit], None),
+            ParamHome::OnFile(file) => {
                 let held = file.units.acquire(unit, access)?;
                 (held.values, Some(held))
             }
@@ -154,8 +154,8 @@ impl<D: Device> HostParams<D> {
     /// Memory with the size of the parameters of `unit`, for calls that only check it.
     pub(crate) fn unread(&self, unit: usize) -> AnySlice {
         match &self.place {
-            Place::Direct(slices) | Place::Pinned { slices, .. } => slices[unit],
-            Place::OnFile(file) => file.unread(unit),
+            ParamHome::Direct(slices) | ParamHome::Pinned { slices, .. } => slices[unit],
+            ParamHome::OnFile(file) => file.unread(unit),
         }
     }
 
@@ -167,7 +167,7 @@ impl<D: Device> HostParams<D> {
     /// The file, if there is one.
     pub(crate) fn file(&self) -> Option<&SwapFile> {
         match &self.place {
-            Place::OnFile(on_file) => Some(on_file.units.file()),
+            ParamHome::OnFile(on_file) => Some(on_file.units.file()),
             _ => None,
         }
     }
@@ -182,13 +182,13 @@ impl<D: Device> HostParams<D> {
     ) -> Result<Option<AnySlice>, DeviceError> {
         self.deliver(stream, unit)?;
         match &mut self.place {
-            Place::Direct(slices)
-            | Place::Pinned {
+            ParamHome::Direct(slices)
+            | ParamHome::Pinned {
                 on_device: Some(slices),
                 ..
             } => return Ok(Some(slices[unit])),
-            Place::Pinned { slices, .. } => self.device.copy(stream, slices[unit], own)?,
-            Place::OnFile(file) => file.fetch(&self.device, stream, unit, own)?,
+            ParamHome::Pinned { slices, .. } => self.device.copy(stream, slices[unit], own)?,
+            ParamHome::OnFile(file) => file.fetch(&self.device, stream, unit, own)?,
         }
         Ok(None)
     }
@@ -277,7 +277,7 @@ impl<D: Device> OnFile<D> {
 
 impl<D: Device> Drop for HostParams<D> {
     fn drop(&mut self) {
-        if let Place::Pinned { block, .. } = &mut self.place {
+        if let ParamHome::Pinned { block, .. } = &mut self.place {
             // A closed stream runs no more work. The optimizer has waited for the streams of the
             // device.
             let _closed = block.record_use(&self.update);

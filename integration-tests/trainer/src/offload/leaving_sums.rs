@@ -44,7 +44,10 @@ enum Route {
     /// The copy is the sum.
     Copied(PinnedSums),
     /// The host adds a copy.
-    Added { arrived: [Arrived; 2], sums: Sums },
+    Added {
+        arrived: [Arrived; 2],
+        sums: SumStore,
+    },
     /// The host adds the transfer buffer.
     AddedInPlace(Box<UnitFile>),
 }
@@ -55,7 +58,7 @@ struct Arrived {
     added: Option<HostEvent>,
 }
 
-enum Sums {
+enum SumStore {
     Pinned(PinnedSums),
     File(Box<UnitFile>),
 }
@@ -153,11 +156,11 @@ impl<D: Device> LeavingSums<D> {
             Some(file) if rank.is_host() => Route::AddedInPlace(file),
             Some(file) => Route::Added {
                 arrived: [arrived()?, arrived()?],
-                sums: Sums::File(file),
+                sums: SumStore::File(file),
             },
             None if settings.grad_accum_steps > 1 => Route::Added {
                 arrived: [arrived()?, arrived()?],
-                sums: Sums::Pinned(in_memory()?),
+                sums: SumStore::Pinned(in_memory()?),
             },
             None => Route::Copied(in_memory()?),
         };
@@ -177,7 +180,7 @@ impl<D: Device> LeavingSums<D> {
         match &mut self.route {
             Route::AddedInPlace(file)
             | Route::Added {
-                sums: Sums::File(file),
+                sums: SumStore::File(file),
                 ..
             } => Some(file),
             Route::Copied(_) | Route::Added { .. } => None,
@@ -262,14 +265,14 @@ impl<D: Device> LeavingSums<D> {
                 leave(Some(copy))?;
                 let arrival = arrival(copy);
                 match sums {
-                    Sums::Pinned(sums) => {
+                    SumStore::Pinned(sums) => {
                         let sum = sums.unit(unit);
                         arrival.add_to(sum)?;
                         if arrival.last {
                             optimizer.take_host_sum(unit, sum)?;
                         }
                     }
-                    Sums::File(file) => arrival.add_to_file(file, optimizer)?,
+                    SumStore::File(file) => arrival.add_to_file(file, optimizer)?,
                 }
                 arrived.added = Some(update.record()?);
                 Ok(())
@@ -334,8 +337,8 @@ impl<D: Device> Drop for LeavingSums<D> {
             Route::Added { arrived, sums } => (
                 Some(arrived),
                 match sums {
-                    Sums::Pinned(sums) => Some(sums),
-                    Sums::File(_) => None,
+                    SumStore::Pinned(sums) => Some(sums),
+                    SumStore::File(_) => None,
                 },
             ),
             Route::AddedInPlace(_) => (None, None),

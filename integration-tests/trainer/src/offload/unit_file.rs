@@ -6,7 +6,7 @@ use std::path::Path;
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
-use zero_alloc::swap::{Held, SwapAccess, SwapFile, SwapParts, SwapRing};
+use zero_alloc::swap::{HeldPart, SwapAccess, SwapFile, SwapParts, SwapRing};
 
 use crate::error::TrainError;
 use crate::rank::Rank;
@@ -23,7 +23,7 @@ pub(crate) struct UnitFile {
 
 /// The values of one unit in memory.
 pub(crate) struct HeldUnit<'a> {
-    held: Held<'a, HostDevice>,
+    held: HeldPart<'a, HostDevice>,
     /// For operations on the stream that updates, before this is dropped or written back.
     pub(crate) values: AnySlice,
 }

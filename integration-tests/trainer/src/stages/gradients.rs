@@ -7,7 +7,7 @@
 //! | sum | all units whole, or this rank's shards | the whole run; the [`Optimizer`] has it |
 //!
 //! A unit whose gradient is complete is reduced over ranks by [`Buckets`]: the first micro-batch of
-//! a step replaces the sum, later ones add in fp32. [`Place`] says where backward leaves the
+//! a step replaces the sum, later ones add in fp32. [`GradDestination`] says where backward leaves the
 //! gradient.
 
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Reduced, Stream};
@@ -18,7 +18,7 @@ use crate::error::TrainError;
 use crate::model::{Grad, Model};
 use crate::rank::Rank;
 use crate::stages::optimizer::Optimizer;
-use crate::stages::places::{Place, places};
+use crate::stages::places::{GradDestination, places};
 
 /// The gradients of one rank.
 pub(crate) struct Gradients<D: Device> {
@@ -32,7 +32,7 @@ pub(crate) struct Gradients<D: Device> {
     compute: D::Stream,
 }
 
-/// A [`Place`] with its memory.
+/// A [`GradDestination`] with its memory.
 #[derive(Clone, Copy)]
 enum InBackward {
     /// The padded fp32 gradient, to which passes of one micro-batch add.
@@ -72,16 +72,16 @@ impl<D: Device> Gradients<D> {
             slots.push(pool.allocate(elems, DType::F32, Purpose::Workspace, compute)?);
         }
 
-        let with_memory = |(unit, place): (usize, Option<Place>)| match place {
-            Some(Place::Scratch(slot)) => {
+        let with_memory = |(unit, place): (usize, Option<GradDestination>)| match place {
+            Some(GradDestination::Scratch(slot)) => {
                 // SAFETY: only the compute stream uses the scratch, and the drop records it.
                 let slot = unsafe { slots[slot].slice() };
                 let padded = rank.layout.units()[unit].padded_elems as usize;
                 Some(InBackward::Scratch(slot.slice(0..padded)))
             }
             // The sum of one rank, or of local micro-batches, never leaves the device.
-            Some(Place::Storage) => optimizer.local_sum(unit).map(InBackward::Sum),
-            Some(Place::Written) => Some(InBackward::Written),
+            Some(GradDestination::Storage) => optimizer.local_sum(unit).map(InBackward::Sum),
+            Some(GradDestination::Written) => Some(InBackward::Written),
             None => None,
         };
 

@@ -19,7 +19,7 @@ use crate::settings::Settings;
 
 /// The place of a unit's gradient in backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum GradDestination {
     /// fp32 in this scratch slot: passes add to it, and the last one's sum is packed into buckets.
     Scratch(usize),
     /// fp32 in the storage, to which all passes of a step add: the sum is packed into buckets, or
@@ -39,7 +39,7 @@ pub(crate) fn places(
     passes: &[Pass],
     groups: &ModelGroups,
     writes: &dyn Fn(usize, usize) -> bool,
-) -> (Vec<Option<Place>>, Vec<usize>) {
+) -> (Vec<Option<GradDestination>>, Vec<usize>) {
     let units = layout.units();
     let capacity_elems = settings.bucket_capacity_elems as u64;
     let fits = |unit: usize| layout.world_size() == 1 || units[unit].padded_elems <= capacity_elems;
@@ -62,9 +62,9 @@ pub(crate) fn places(
                 continue;
             }
             places[unit] = Some(match groups.is_frozen(unit) {
-                false if settings.sums_locally() => Place::Storage,
-                false if is_written(pass, unit) => Place::Written,
-                false if is_result => Place::Storage,
+                false if settings.sums_locally() => GradDestination::Storage,
+                false if is_written(pass, unit) => GradDestination::Written,
+                false if is_result => GradDestination::Storage,
                 // The gradient of a frozen unit is computed, too, but has no storage.
                 _ => {
                     let slot = free.pop().unwrap_or_else(|| {
@@ -72,7 +72,7 @@ pub(crate) fn places(
                         sizes.len() - 1
                     });
                     sizes[slot] = sizes[slot].max(units[unit].padded_elems as usize);
-                    Place::Scratch(slot)
+                    GradDestination::Scratch(slot)
                 }
             });
         }
@@ -81,7 +81,7 @@ pub(crate) fn places(
             .iter()
             .filter(|unit| adding[**unit].first == pass);
         free.extend(complete.filter_map(|&unit| match places[unit] {
-            Some(Place::Scratch(slot)) => Some(slot),
+            Some(GradDestination::Scratch(slot)) => Some(slot),
             _ => None,
         }));
     }

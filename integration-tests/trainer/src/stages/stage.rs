@@ -11,7 +11,7 @@ use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::Rank;
 use crate::stages::optimizer::Optimizer;
-use crate::step::recorder::{Part, Recorder};
+use crate::step::recorder::{GraphPart, Recorder};
 
 /// Loads a micro-batch, by its number, into the model.
 type Load<'a, D> = dyn FnMut(&mut dyn Model<D>, usize) -> Result<(), TrainError> + 'a;
@@ -38,9 +38,9 @@ impl<D: Device> MicroBatches<'_, '_, D> {
         for micro in 0..rank.settings.grad_accum_steps {
             (self.load)(model, micro)?;
             let part = match micro {
-                0 => Part::First,
-                _ if micro + 1 == rank.settings.grad_accum_steps => Part::Last,
-                _ => Part::Later,
+                0 => GraphPart::First,
+                _ if micro + 1 == rank.settings.grad_accum_steps => GraphPart::Last,
+                _ => GraphPart::Later,
             };
             self.recorder.run(part, || enqueue(model, micro))?;
         }

@@ -24,7 +24,7 @@ use crate::telemetry::phase::Phase;
 
 /// A part of a step.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Part {
+pub(crate) enum GraphPart {
     /// Forward and backward of the first micro-batch, whose gradients replace those of the last
     /// step.
     First,
@@ -85,7 +85,7 @@ impl<'a, D: Device> Recorder<'a, D> {
     /// [`Self::warm`] records.
     pub(crate) fn run(
         &mut self,
-        part: Part,
+        part: GraphPart,
         enqueue: impl FnOnce() -> Result<(), TrainError>,
     ) -> Result<(), TrainError> {
         let Some(record) = self.record.filter(|_| self.warm) else {
@@ -113,9 +113,9 @@ impl<'a, D: Device> Recorder<'a, D> {
 
         join(self.rank)?;
         let in_phase = match part {
-            Part::First | Part::Later | Part::Last => Phase::Graph,
-            Part::Decision => Phase::Decision,
-            Part::Update => Phase::Optimizer,
+            GraphPart::First | GraphPart::Later | GraphPart::Last => Phase::Graph,
+            GraphPart::Decision => Phase::Decision,
+            GraphPart::Update => Phase::Optimizer,
         };
 
         let before = self.rank.timeline.set_phase(in_phase.name());

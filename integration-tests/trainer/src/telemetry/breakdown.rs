@@ -110,7 +110,7 @@ pub struct CommMs {
 
 /// A part of a step. Communication counts here if nothing hides it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Part {
+enum StepPart {
     Forward(UnitKind),
     Backward(UnitKind),
     Graph,
@@ -126,7 +126,7 @@ enum Part {
     HostWait,
 }
 
-impl Part {
+impl StepPart {
     fn of_compute(span: &OpSpan) -> Self {
         match Phase::of(span) {
             Some(Phase::Forward(_) | Phase::Backward(_)) if is_collective(span) => Self::Model,
@@ -175,10 +175,10 @@ impl Part {
 }
 
 /// Time by part; a part that is missing has none.
-type Times = BTreeMap<Part, Duration>;
+type Times = BTreeMap<StepPart, Duration>;
 
 /// Work without gaps in it: start, end, part.
-type Work = (Duration, Duration, Part);
+type Work = (Duration, Duration, StepPart);
 
 /// The names of a rank's tracks in the timeline.
 pub(crate) struct Tracks<'a> {
@@ -194,10 +194,10 @@ impl Breakdown {
     /// The breakdown of the time `wall`.
     pub(crate) fn of(spans: &[OpSpan], tracks: &Tracks<'_>, wall: Range<Duration>) -> Self {
         let reads = format!("{} read", tracks.update);
-        let compute = layer(spans, &[tracks.compute], &wall, Part::of_compute);
-        let update = layer(spans, &[tracks.update, &reads], &wall, Part::of_update);
-        let comm = layer(spans, &tracks.comm, &wall, Part::of_comm);
-        let host = layer(spans, &[tracks.host], &wall, Part::of_host);
+        let compute = layer(spans, &[tracks.compute], &wall, StepPart::of_compute);
+        let update = layer(spans, &[tracks.update, &reads], &wall, StepPart::of_update);
+        let comm = layer(spans, &tracks.comm, &wall, StepPart::of_comm);
+        let host = layer(spans, &[tracks.host], &wall, StepPart::of_host);
         let update_ms = ms(update.iter().map(|(start, end, _)| *end - *start).sum());
         let busy_ms = |part| {
             let works = comm.iter().chain(&compute).filter(|work| work.2 == part);
@@ -205,33 +205,33 @@ impl Breakdown {
         };
 
         let comm_ms = CommMs {
-            reduce_ms: busy_ms(Part::Reduce),
-            gather_ms: busy_ms(Part::Gather),
-            control_ms: busy_ms(Part::Control),
-            model_ms: busy_ms(Part::Model),
+            reduce_ms: busy_ms(StepPart::Reduce),
+            gather_ms: busy_ms(StepPart::Gather),
+            control_ms: busy_ms(StepPart::Control),
+            model_ms: busy_ms(StepPart::Model),
         };
 
         let times = partition(&[compute, update, comm, host], wall.clone());
-        let part_ms = |part: Part| ms(times.get(&part).copied().unwrap_or_default());
+        let part_ms = |part: StepPart| ms(times.get(&part).copied().unwrap_or_default());
         let units = UnitKind::ALL.map(|kind| PassMs {
-            forward_ms: part_ms(Part::Forward(kind)),
-            backward_ms: part_ms(Part::Backward(kind)),
+            forward_ms: part_ms(StepPart::Forward(kind)),
+            backward_ms: part_ms(StepPart::Backward(kind)),
         });
 
         let parts = PartsMs {
             forward_ms: units.iter().map(|unit| unit.forward_ms).sum(),
             backward_ms: units.iter().map(|unit| unit.backward_ms).sum(),
-            graph_ms: part_ms(Part::Graph),
-            pack_ms: part_ms(Part::Pack),
-            optimizer_ms: part_ms(Part::Optimizer),
-            exposed_reduce_ms: part_ms(Part::Reduce),
-            exposed_gather_ms: part_ms(Part::Gather),
-            exposed_control_ms: part_ms(Part::Control),
-            exposed_model_ms: part_ms(Part::Model),
-            data_ms: part_ms(Part::Data),
-            checkpoint_ms: part_ms(Part::Checkpoint),
-            validation_ms: part_ms(Part::Validation),
-            host_wait_ms: part_ms(Part::HostWait),
+            graph_ms: part_ms(StepPart::Graph),
+            pack_ms: part_ms(StepPart::Pack),
+            optimizer_ms: part_ms(StepPart::Optimizer),
+            exposed_reduce_ms: part_ms(StepPart::Reduce),
+            exposed_gather_ms: part_ms(StepPart::Gather),
+            exposed_control_ms: part_ms(StepPart::Control),
+            exposed_model_ms: part_ms(StepPart::Model),
+            data_ms: part_ms(StepPart::Data),
+            checkpoint_ms: part_ms(StepPart::Checkpoint),
+            validation_ms: part_ms(StepPart::Validation),
+            host_wait_ms: part_ms(StepPart::HostWait),
         };
 
         let [embedding, block, head] = units;
@@ -261,7 +261,7 @@ fn layer(
     spans: &[OpSpan],
     tracks: &[&str],
     wall: &Range<Duration>,
-    part: fn(&OpSpan) -> Part,
+    part: fn(&OpSpan) -> StepPart,
 ) -> Vec<Work> {
     let on_track = spans
         .iter()
@@ -280,7 +280,7 @@ fn layer(
 }
 
 /// Assigns every instant of `wall` to the part of the first layer that works then, or to
-/// [`Part::HostWait`].
+/// [`StepPart::HostWait`].
 fn partition(layers: &[Vec<Work>; 4], wall: Range<Duration>) -> Times {
     let mut times = Times::default();
     let mut rests = layers.each_ref().map(Vec::as_slice);
@@ -300,7 +300,7 @@ fn partition(layers: &[Vec<Work>; 4], wall: Range<Duration>) -> Times {
                 until = until.min(if works { *end } else { *start });
             }
         }
-        *times.entry(part.unwrap_or(Part::HostWait)).or_default() += until - now;
+        *times.entry(part.unwrap_or(StepPart::HostWait)).or_default() += until - now;
         now = until;
     }
 
@@ -472,10 +472,10 @@ mod tests {
 
             let wall = wall(from, from + length);
             let layers = [
-                layer(&spans, &["compute"], &wall, Part::of_compute),
-                layer(&spans, &["update"], &wall, Part::of_update),
-                layer(&spans, &["comm"], &wall, Part::of_comm),
-                layer(&spans, &["host"], &wall, Part::of_host),
+                layer(&spans, &["compute"], &wall, StepPart::of_compute),
+                layer(&spans, &["update"], &wall, StepPart::of_update),
+                layer(&spans, &["comm"], &wall, StepPart::of_comm),
+                layer(&spans, &["host"], &wall, StepPart::of_host),
             ];
             let times = partition(&layers, wall.clone());
             prop_assert_eq!(times.values().sum::<Duration>(), wall.end - wall.start, "exactly");
@@ -484,11 +484,11 @@ mod tests {
             for ms in from..from + length {
                 let at = Duration::from_millis(ms);
                 let running = |track: &str| spans.iter().find(|s| &*s.stream == track && s.start <= at && at < s.end);
-                let part = running("compute").map(Part::of_compute)
-                    .or_else(|| running("update").map(Part::of_update))
-                    .or_else(|| running("comm").map(Part::of_comm))
-                    .or_else(|| running("host").map(Part::of_host))
-                    .unwrap_or(Part::HostWait);
+                let part = running("compute").map(StepPart::of_compute)
+                    .or_else(|| running("update").map(StepPart::of_update))
+                    .or_else(|| running("comm").map(StepPart::of_comm))
+                    .or_else(|| running("host").map(StepPart::of_host))
+                    .unwrap_or(StepPart::HostWait);
                 *expected.entry(part).or_default() += Duration::from_millis(1);
             }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// The quantity that a limit bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum LimitKind {
     /// Memory in use.
     Memory,
     /// Mapped addresses, in use or not.
@@ -19,7 +19,7 @@ pub(crate) struct Limit {
     /// Its name for the user.
     pub(crate) name: String,
     pub(crate) free_bytes: u64,
-    pub(crate) kind: Kind,
+    pub(crate) kind: LimitKind,
 }
 
 /// All limits that could be read below `root`, which is `/` except in tests.
@@ -33,7 +33,7 @@ pub(crate) fn limits(root: &Path) -> Vec<Limit> {
         limits.push(Limit {
             name: "this machine".to_owned(),
             free_bytes,
-            kind: Kind::Memory,
+            kind: LimitKind::Memory,
         });
     }
 
@@ -57,7 +57,7 @@ pub(crate) fn limits(root: &Path) -> Vec<Limit> {
             limits.push(Limit {
                 name: name.to_owned(),
                 free_bytes,
-                kind: Kind::Addresses,
+                kind: LimitKind::Addresses,
             });
         }
     }
@@ -236,7 +236,7 @@ impl<'a> Hierarchy<'a> {
         Some(Limit {
             name,
             free_bytes,
-            kind: Kind::Memory,
+            kind: LimitKind::Memory,
         })
     }
 }
@@ -289,7 +289,7 @@ mod tests {
         assert!(
             limits(Path::new("/"))
                 .iter()
-                .any(|limit| limit.kind == Kind::Memory && limit.free_bytes > 0)
+                .any(|limit| limit.kind == LimitKind::Memory && limit.free_bytes > 0)
         );
     }
 

@@ -10,7 +10,7 @@ use indicatif::HumanBytes;
 
 use crate::error::CliError;
 use crate::workload::ModelWorkload;
-use limits::{Kind, Limit, cache_bytes, limits};
+use limits::{Limit, LimitKind, cache_bytes, limits};
 use zero_shard::Layout;
 use zero_trainer::{Home, RankBytes, Settings};
 
@@ -149,7 +149,7 @@ fn of_flag(free_bytes: u64) -> Limit {
     Limit {
         name: "the limit of --memory-limit".to_owned(),
         free_bytes,
-        kind: Kind::Memory,
+        kind: LimitKind::Memory,
     }
 }
 
@@ -191,8 +191,8 @@ fn fits(
         .saturating_add(unused)
         .saturating_add(overhead.rank_address_bytes);
     let needed = |kind| match kind {
-        Kind::Memory => rank.saturating_mul(ranks),
-        Kind::Addresses => rank_addresses
+        LimitKind::Memory => rank.saturating_mul(ranks),
+        LimitKind::Addresses => rank_addresses
             .saturating_mul(ranks)
             .saturating_add(PROCESS_ADDRESS_BYTES),
     };
@@ -221,7 +221,7 @@ fn fits(
     let parts: Vec<String> = parts
         .map(|(bytes, purpose)| format!("{} for {purpose}", HumanBytes(bytes)))
         .collect();
-    let what = if limit.kind == Kind::Memory {
+    let what = if limit.kind == LimitKind::Memory {
         "memory"
     } else {
         "address space"
@@ -264,7 +264,7 @@ mod tests {
         rank_address_bytes: GIB / 8,
     };
 
-    fn limit(kind: Kind, free_bytes: u64) -> Limit {
+    fn limit(kind: LimitKind, free_bytes: u64) -> Limit {
         Limit {
             name: "the limit of a test".to_owned(),
             free_bytes,
@@ -276,15 +276,15 @@ mod tests {
     fn oversized_run_is_rejected_with_figures() {
         let check = |limits: &[Limit]| fits(4, 0, &NEED, OVERHEAD, limits);
         check(&[
-            limit(Kind::Memory, 8 * GIB),
-            limit(Kind::Addresses, 9 * GIB),
+            limit(LimitKind::Memory, 8 * GIB),
+            limit(LimitKind::Addresses, 9 * GIB),
         ])
         .unwrap();
         check(&[]).unwrap();
 
-        for kind in [Kind::Memory, Kind::Addresses] {
+        for kind in [LimitKind::Memory, LimitKind::Addresses] {
             let error =
-                check(&[limit(Kind::Memory, 8 * GIB), limit(kind, 8 * GIB - 1)]).unwrap_err();
+                check(&[limit(LimitKind::Memory, 8 * GIB), limit(kind, 8 * GIB - 1)]).unwrap_err();
             assert_eq!(error.exit_code(), 2);
             let sizes = [
                 "4.00 GiB for model state",
@@ -312,9 +312,9 @@ mod tests {
 
         // Of several exceeded limits the error names the lowest.
         let both = [
-            limit(Kind::Memory, 7 * GIB),
+            limit(LimitKind::Memory, 7 * GIB),
             of_flag(6 * GIB),
-            limit(Kind::Memory, 6 * GIB + 1),
+            limit(LimitKind::Memory, 6 * GIB + 1),
         ];
         let error = check(&both).unwrap_err().to_string();
         assert!(
@@ -332,7 +332,7 @@ mod tests {
                 0,
                 &huge,
                 OVERHEAD,
-                &[limit(Kind::Memory, u64::MAX - 1)]
+                &[limit(LimitKind::Memory, u64::MAX - 1)]
             )
             .is_err()
         );

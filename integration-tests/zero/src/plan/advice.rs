@@ -3,7 +3,7 @@
 use indicatif::{HumanBytes, HumanCount};
 use zero_shard::{GridLayout, ShardError, ZeroStage, largest};
 
-use super::request::{MachineSize, Request};
+use super::request::{MachineSize, PlanRequest};
 use super::stage::{self, Stage, evaluate_on};
 use zero_trainer::Home;
 
@@ -21,7 +21,7 @@ pub(crate) fn recommended(stages: &[Stage]) -> Option<u8> {
 
 /// Sentences for the user; empty if the memory of the GPU is unknown.
 pub(crate) fn advice(
-    request: &Request,
+    request: &PlanRequest,
     layout: &GridLayout,
     stages: &[Stage],
     chosen: Option<u8>,
@@ -93,7 +93,7 @@ pub(crate) fn advice(
 }
 
 /// The longest sequence of the model that fits.
-fn longest_sequence(request: &Request, longest: Option<u64>, at: &str) -> Option<String> {
+fn longest_sequence(request: &PlanRequest, longest: Option<u64>, at: &str) -> Option<String> {
     let tokens = longest.filter(|tokens| *tokens > 0)?;
     let positions = request.model.config.as_ref()?.max_positions() as u64;
     let limit = match tokens == positions {
@@ -108,7 +108,7 @@ fn longest_sequence(request: &Request, longest: Option<u64>, at: &str) -> Option
 
 /// What stage 3 shards, if that alone exceeds the memory of a GPU.
 fn sharded_states(
-    request: &Request,
+    request: &PlanRequest,
     layout: &GridLayout,
     stages: &[Stage],
     memory: u64,
@@ -151,7 +151,7 @@ impl Change {
     ];
 
     /// Whether the request is without the change.
-    fn is_new(self, request: &Request) -> bool {
+    fn is_new(self, request: &PlanRequest) -> bool {
         match self {
             Self::Checkpointing => !request.options.activation_checkpointing,
             Self::MicroBatch => request.micro_batch() > 1,
@@ -161,7 +161,7 @@ impl Change {
         }
     }
 
-    fn apply(self, request: &mut Request) {
+    fn apply(self, request: &mut PlanRequest) {
         match self {
             Self::Checkpointing => request.options.activation_checkpointing = true,
             Self::MicroBatch => {
@@ -178,7 +178,7 @@ impl Change {
     }
 
     /// The flags.
-    fn text(self, request: &Request) -> String {
+    fn text(self, request: &PlanRequest) -> String {
         match self {
             Self::Checkpointing => "--activation-checkpointing".to_owned(),
             Self::MicroBatch => format!(
@@ -193,7 +193,7 @@ impl Change {
 }
 
 /// The micro-batches of a step in which each has one row.
-fn grad_accum_of_rows(request: &Request) -> u64 {
+fn grad_accum_of_rows(request: &PlanRequest) -> u64 {
     request.grad_accum().saturating_mul(request.micro_batch())
 }
 
@@ -202,12 +202,12 @@ const MIN_BUCKET_ELEMS: u64 = 1 << 20;
 
 /// The search for changes with which stage 3 fits. All have the layout of the request.
 struct Search<'a> {
-    request: &'a Request,
+    request: &'a PlanRequest,
     layout: &'a GridLayout,
 }
 
 impl Search<'_> {
-    fn with(&self, changes: &[Change]) -> Request {
+    fn with(&self, changes: &[Change]) -> PlanRequest {
         let mut request = self.request.clone();
         changes.iter().for_each(|change| change.apply(&mut request));
         request
@@ -369,7 +369,7 @@ impl Search<'_> {
             .map(|change| change.text(self.request))
             .collect();
         let text = texts.join(", ");
-        let host_bytes = |request: &Request| {
+        let host_bytes = |request: &PlanRequest| {
             evaluate_on(request, self.layout, ZeroStage::Three).map(|stage| stage.host_bytes)
         };
         let now = host_bytes(&self.with(changes))?;
@@ -383,9 +383,9 @@ impl Search<'_> {
 }
 
 /// The fewest GPUs on which stage 3 fits, with as many per node as now.
-fn gpus_needed(request: &Request) -> Result<Option<u64>, ShardError> {
+fn gpus_needed(request: &PlanRequest) -> Result<Option<u64>, ShardError> {
     let each = request.machine.gpus / request.machine.nodes;
-    let with = |nodes: u64| Request {
+    let with = |nodes: u64| PlanRequest {
         machine: MachineSize {
             nodes,
             gpus: nodes * each,
@@ -394,7 +394,7 @@ fn gpus_needed(request: &Request) -> Result<Option<u64>, ShardError> {
         ..request.clone()
     };
     let most = MAX_GPUS / each;
-    let fits = |request: &Request| stage::fits(request, ZeroStage::Three);
+    let fits = |request: &PlanRequest| stage::fits(request, ZeroStage::Three);
     if most <= request.machine.nodes || !fits(&with(most))? {
         return Ok(None);
     }

@@ -204,7 +204,7 @@ pub struct SimulateArgs {
     /// The rows of a CSV file that count: all, or at most eight by a rule that does not look at
     /// their times
     #[arg(long, value_enum, default_value_t, requires = "calibrate")]
-    pub rows: Rows,
+    pub rows: CalibrationRows,
     /// Where to write the efficiencies that --calibrate finds
     #[arg(long, value_name = "FILE.toml", requires = "calibrate")]
     pub save_efficiencies: Option<PathBuf>,
@@ -212,7 +212,7 @@ pub struct SimulateArgs {
 
 /// The rows of a calibration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Rows {
+pub enum CalibrationRows {
     /// All measured rows, of which each number of GPUs counts alike
     #[default]
     All,

@@ -2,7 +2,7 @@
 
 use zero_shard::{TransformerShape, ZeroStage};
 
-use super::request::Request;
+use super::request::PlanRequest;
 use super::stage::fits;
 
 /// Returns the most parameters of a transformer of typical shape that fits at `stage`, with the
@@ -12,7 +12,7 @@ use super::stage::fits;
 /// With more layers, a layer has a smaller part of the parameters, so memory does not always rise
 /// with their number. But it does rise among models of equal shape, and from the smallest model of
 /// one shape to that of the next.
-pub(crate) fn largest_model_params(request: &Request, stage: ZeroStage) -> Option<u64> {
+pub(crate) fn largest_model_params(request: &PlanRequest, stage: ZeroStage) -> Option<u64> {
     request.machine.gpu_memory_bytes?;
     // A model of typical shape has no parameters that are cut.
     if request.tensor_ranks() > 1 {
@@ -44,7 +44,7 @@ pub(crate) fn largest_model_params(request: &Request, stage: ZeroStage) -> Optio
 /// Returns the tokens of the longest sequence of the requested model that fits at `stage`, up to the
 /// model's positions; 0 if none fits, and `None` if the memory of a GPU is unknown, or the model's
 /// shape is assumed, so that it has no positions. Ranks that share a sequence divide it.
-pub(crate) fn longest_seq_len(request: &Request, stage: ZeroStage) -> Option<u64> {
+pub(crate) fn longest_seq_len(request: &PlanRequest, stage: ZeroStage) -> Option<u64> {
     request.machine.gpu_memory_bytes?;
     let most = request.model.config.as_ref()?.max_positions() as u64;
     let share = request.run.mesh.sequence_ranks() as u64;

@@ -19,7 +19,7 @@ use crate::output::{print_note, print_text};
 pub(crate) use advice::recommended;
 pub use args::PlanArgs;
 pub(crate) use report::Report;
-pub(crate) use request::Request;
+pub(crate) use request::PlanRequest;
 pub(crate) use simulate::{Machines, calibrated, cluster};
 pub(crate) use stage::{CONTEXT_BYTES, Stage, evaluate};
 
@@ -45,8 +45,8 @@ pub fn run(args: &PlanArgs) -> Result<(), CliError> {
 }
 
 /// The request, its report, and warnings for the user.
-fn plan_of(args: &PlanArgs) -> Result<(Request, Report, Vec<String>), CliError> {
-    let (request, notices) = Request::new(args)?;
+fn plan_of(args: &PlanArgs) -> Result<(PlanRequest, Report, Vec<String>), CliError> {
+    let (request, notices) = PlanRequest::new(args)?;
     let on = simulate::SimulatedOn::of(args)?;
     let report = Report::with_times(&request, on.as_ref()).map_err(CliError::usage)?;
     Ok((request, report, notices))

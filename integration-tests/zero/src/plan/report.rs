@@ -5,7 +5,7 @@ use zero_shard::{Routing, ShardError, Sharding, ZeroStage};
 
 use super::advice;
 use super::largest::{largest_model_params, longest_seq_len};
-use super::request::Request;
+use super::request::PlanRequest;
 use super::simulate::SimulatedOn;
 use super::simulate::result::Point;
 use super::stage::{Stage, evaluate_on, layout};
@@ -79,7 +79,7 @@ pub(crate) struct Topology {
 impl Report {
     /// The report, with the times of steps on a machine.
     pub(crate) fn with_times(
-        request: &Request,
+        request: &PlanRequest,
         on: Option<&SimulatedOn>,
     ) -> Result<Self, ShardError> {
         let layout = layout(request, Sharding::Flat)?;
@@ -143,7 +143,7 @@ impl Report {
 }
 
 /// All distributions of stage 3 over several nodes; empty for one node.
-fn topologies(request: &Request) -> Result<Vec<Topology>, ShardError> {
+fn topologies(request: &PlanRequest) -> Result<Vec<Topology>, ShardError> {
     if request.machine.nodes == 1 || request.run.offload.params != Home::Device {
         return Ok(Vec::new());
     }

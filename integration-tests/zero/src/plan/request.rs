@@ -42,12 +42,12 @@ pub(crate) struct ModelSize {
 
 /// The run to plan.
 #[derive(Clone, Debug)]
-pub(crate) struct Request {
+pub(crate) struct PlanRequest {
     /// Shared by the many requests of a search; a model may have thousands of units.
     pub(crate) model: Arc<ModelSize>,
-    /// The settings of the run, but for what its stage decides; see [`Request::settings`].
+    /// The settings of the run, but for what its stage decides; see [`PlanRequest::settings`].
     pub(crate) run: Settings,
-    /// The options of the model; see [`Request::model_options`].
+    /// The options of the model; see [`PlanRequest::model_options`].
     pub(crate) options: ModelOptions,
     /// Whether GELU's output is recomputed; `None`: where it does not fit otherwise.
     pub(crate) recompute_gelu: Option<bool>,
@@ -108,7 +108,7 @@ impl ModelSize {
     }
 }
 
-impl Request {
+impl PlanRequest {
     /// Builds the request and the warnings about ignored settings.
     pub(crate) fn new(args: &PlanArgs) -> Result<(Self, Vec<String>), CliError> {
         let file = args.config.as_deref().map(DsConfig::open);
@@ -167,7 +167,7 @@ impl Request {
     /// offload and buckets. `args` have no configuration file.
     ///
     /// # Errors
-    /// As [`Request::new`].
+    /// As [`PlanRequest::new`].
     pub(crate) fn with_run(&self, args: &PlanArgs) -> Result<Self, CliError> {
         let (run, options) = run_of(args, None, None, &mut Vec::new())?;
         let request = Self {

@@ -9,7 +9,7 @@ use zero_shard::{
     ShardError, Sharding, StateBytes, StepTraffic, Tier, UnitLayout, ZeroStage,
 };
 
-use super::request::Request;
+use super::request::PlanRequest;
 use super::simulate::result::Simulated;
 use super::transfers::{Transfers, Wear, transfers};
 use crate::memory::rank_overhead_bytes;
@@ -125,12 +125,12 @@ thread_local! {
 }
 
 #[cfg(test)]
-fn count_units(request: &Request) {
+fn count_units(request: &PlanRequest) {
     UNITS_VISITED.set(UNITS_VISITED.get() + request.model.units.len());
 }
 
 /// The layout of the model over the GPUs with the same part of it.
-pub(crate) fn layout(request: &Request, sharding: Sharding) -> Result<GridLayout, ShardError> {
+pub(crate) fn layout(request: &PlanRequest, sharding: Sharding) -> Result<GridLayout, ShardError> {
     #[cfg(test)]
     count_units(request);
     let cut = request.tensor_ranks() as u64;
@@ -148,13 +148,13 @@ pub(crate) fn layout(request: &Request, sharding: Sharding) -> Result<GridLayout
 
 /// Computes the figures of `stage`. If the request does not say whether to recompute GELU's output,
 /// it is recomputed where the memory of the GPU is too small otherwise.
-pub(crate) fn evaluate(request: &Request, stage: ZeroStage) -> Result<Stage, ShardError> {
+pub(crate) fn evaluate(request: &PlanRequest, stage: ZeroStage) -> Result<Stage, ShardError> {
     evaluate_on(request, &layout(request, Sharding::Flat)?, stage)
 }
 
 /// As [`evaluate`], on the flat `layout` of the request.
 pub(crate) fn evaluate_on(
-    request: &Request,
+    request: &PlanRequest,
     layout: &GridLayout,
     stage: ZeroStage,
 ) -> Result<Stage, ShardError> {
@@ -177,13 +177,13 @@ pub(crate) fn evaluate_on(
 }
 
 /// Whether the run fits a GPU at `stage`, as [`evaluate`] has it; false if its memory is unknown.
-pub(crate) fn fits(request: &Request, stage: ZeroStage) -> Result<bool, ShardError> {
+pub(crate) fn fits(request: &PlanRequest, stage: ZeroStage) -> Result<bool, ShardError> {
     fits_on(request, &layout(request, Sharding::Flat)?, stage)
 }
 
 /// As [`fits`], on the flat `layout` of the request.
 pub(crate) fn fits_on(
-    request: &Request,
+    request: &PlanRequest,
     layout: &GridLayout,
     stage: ZeroStage,
 ) -> Result<bool, ShardError> {
@@ -197,14 +197,18 @@ pub(crate) fn fits_on(
 }
 
 /// Whether a rank fits its part of a host's memory, which has offloaded state, too; `None` on GPUs.
-pub(crate) fn fits_host(request: &Request, layout: &GridLayout, stage: ZeroStage) -> Option<bool> {
+pub(crate) fn fits_host(
+    request: &PlanRequest,
+    layout: &GridLayout,
+    stage: ZeroStage,
+) -> Option<bool> {
     let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
     let need = host_rank_bytes(request, &settings, layout.parts())?;
     Some(need <= request.machine.gpu_memory_bytes.unwrap_or(0))
 }
 
 /// The memory of a rank that the request has on a host and that saves checkpoints; `None` on GPUs.
-fn host_rank_bytes(request: &Request, settings: &Settings, layout: &Layout) -> Option<u64> {
+fn host_rank_bytes(request: &PlanRequest, settings: &Settings, layout: &Layout) -> Option<u64> {
     let overhead = rank_overhead_bytes(request.machine.host_threads?);
     let need = on_cores(request, settings, layout);
     Some(need.map_or(u64::MAX, |need| need.total().saturating_add(overhead)))
@@ -221,7 +225,7 @@ pub(crate) struct WithoutActivations {
 impl WithoutActivations {
     /// `layout`: the flat one of the request.
     pub(crate) fn new(
-        request: &Request,
+        request: &PlanRequest,
         layout: &GridLayout,
         stage: ZeroStage,
     ) -> Result<Self, ShardError> {
@@ -234,7 +238,7 @@ impl WithoutActivations {
     }
 
     /// Whether the run fits a GPU; false if its memory is unknown.
-    pub(crate) fn fits(&self, request: &Request) -> Result<bool, ShardError> {
+    pub(crate) fn fits(&self, request: &PlanRequest) -> Result<bool, ShardError> {
         let Some(memory) = request.machine.gpu_memory_bytes else {
             return Ok(false);
         };
@@ -248,7 +252,7 @@ impl WithoutActivations {
 }
 
 fn evaluate_with(
-    request: &Request,
+    request: &PlanRequest,
     layout: &GridLayout,
     stage: ZeroStage,
     recompute_gelu: bool,
@@ -329,7 +333,7 @@ fn evaluate_with(
 /// Upper bounds of all bytes that a rank sends in a step, and that leave a node. `layout` has the
 /// nodes, `over_groups` the groups.
 fn all_sent(
-    request: &Request,
+    request: &PlanRequest,
     layout: &GridLayout,
     over_groups: &GridLayout,
     settings: &Settings,
@@ -362,7 +366,7 @@ fn all_sent(
 
 /// The bytes of activations that a rank sends to those that share its sequences in a step; 0 if the
 /// model's shape is assumed.
-fn all_to_all_bytes(request: &Request) -> u64 {
+fn all_to_all_bytes(request: &PlanRequest) -> u64 {
     let elems = request
         .model_options(false)
         .map_or(0, |(config, options)| config.sequence_elems(&options));
@@ -371,7 +375,7 @@ fn all_to_all_bytes(request: &Request) -> u64 {
 }
 
 /// The bytes that a rank sends in the collectives of tensor parallelism in a step.
-fn tensor_bytes(request: &Request) -> TensorBytes {
+fn tensor_bytes(request: &PlanRequest) -> TensorBytes {
     let elems = request
         .model_options(false)
         .map_or_else(TensorElems::default, |(config, options)| {
@@ -415,7 +419,7 @@ fn sent(
 
 /// The memory without activations; see [`with_activations`].
 fn memory_model(
-    request: &Request,
+    request: &PlanRequest,
     settings: &Settings,
     layout: &Layout,
 ) -> Result<MemoryModel, ShardError> {
@@ -454,7 +458,7 @@ fn memory_model(
 /// The memory with the activations of a micro-batch and their workspace.
 fn with_activations(
     model: MemoryModel,
-    request: &Request,
+    request: &PlanRequest,
     recompute_gelu: bool,
 ) -> Result<MemoryModel, ShardError> {
     let of_model = match request.model_options(recompute_gelu) {
@@ -469,7 +473,7 @@ fn with_activations(
 
 /// The activations of a model whose shape is assumed.
 fn estimate(
-    request: &Request,
+    request: &PlanRequest,
     elem_bytes: u64,
     recompute_gelu: bool,
 ) -> Result<GpuBytes, ShardError> {
@@ -492,7 +496,7 @@ fn estimate(
 }
 
 /// The workspace of matrix products, for the largest weight of a block.
-fn matmul_workspace_bytes(request: &Request) -> u64 {
+fn matmul_workspace_bytes(request: &PlanRequest) -> u64 {
     let shape = &request.model.shape;
     matmul::workspace_bytes(
         shape
@@ -507,7 +511,7 @@ pub(crate) fn largest(layout: &Layout, size: impl Fn(&UnitLayout) -> u64) -> u64
 }
 
 /// The memory of a rank that runs on this machine's cores and saves checkpoints.
-fn on_cores(request: &Request, settings: &Settings, layout: &Layout) -> Option<RankBytes> {
+fn on_cores(request: &PlanRequest, settings: &Settings, layout: &Layout) -> Option<RankBytes> {
     let activations = match (request.model_options(false), &request.model.config) {
         (Some((config, options)), _) => config.activations_bytes(&options),
         (None, Some(_)) => return None,
@@ -525,7 +529,7 @@ fn on_cores(request: &Request, settings: &Settings, layout: &Layout) -> Option<R
 }
 
 /// The memory of a process with all ranks.
-fn process_bytes(request: &Request, rank: &RankBytes) -> Option<u64> {
+fn process_bytes(request: &PlanRequest, rank: &RankBytes) -> Option<u64> {
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get) as u64;
     let overhead = rank_overhead_bytes((cores / request.machine.gpus).max(1));
     rank.total()
@@ -535,7 +539,7 @@ fn process_bytes(request: &Request, rank: &RankBytes) -> Option<u64> {
 
 /// Bytes of flat fp32 gradients.
 fn scratch_bytes(
-    request: &Request,
+    request: &PlanRequest,
     settings: &Settings,
     layout: &Layout,
 ) -> Result<u64, ShardError> {

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::largest::largest_model_params;
 use super::stage::{UNITS_VISITED, evaluate};
-use super::{PlanArgs, Request, plan, run, table};
+use super::{PlanArgs, PlanRequest, plan, run, table};
 use crate::error::CliError;
 
 #[derive(Parser)]
@@ -439,7 +439,7 @@ proptest::proptest! {
              {offload} {checkpointing}"
         );
         let stage = zero_shard::ZeroStage::from_number(stage).unwrap();
-        let (request, _) = Request::new(&args(&line)).unwrap();
+        let (request, _) = PlanRequest::new(&args(&line)).unwrap();
         let fits = |params: u64| evaluate(&request.with_about(params), stage).unwrap().fits;
         match largest_model_params(&request, stage).unwrap() {
             0 => proptest::prop_assert_eq!(fits(1), Some(false)),

@@ -8,7 +8,7 @@ use serde::Serialize;
 use zero_optim::Masters;
 use zero_shard::{Layout, Tier};
 
-use super::request::Request;
+use super::request::PlanRequest;
 use zero_trainer::{Settings, gathers};
 
 const SECONDS_A_DAY: f64 = 86_400.0;
@@ -59,7 +59,7 @@ struct Bytes {
 
 /// The transfers of a step and the wear, if anything is offloaded.
 pub(crate) fn transfers(
-    request: &Request,
+    request: &PlanRequest,
     settings: &Settings,
     layout: &Layout,
     checkpoints_bytes: u64,
@@ -87,7 +87,7 @@ fn updated_elems(settings: &Settings, layout: &Layout) -> u64 {
 
 /// The bytes of a step between GPU and host memory, and between host memory and NVMe.
 fn moved(
-    request: &Request,
+    request: &PlanRequest,
     settings: &Settings,
     layout: &Layout,
     checkpoints_bytes: u64,
@@ -156,7 +156,7 @@ struct Work {
 }
 
 impl Work {
-    fn new(request: &Request, layout: &Layout) -> Self {
+    fn new(request: &PlanRequest, layout: &Layout) -> Self {
         let numel = layout.numel_elems() as f64;
         let micro_tokens = request.micro_batch() as f64 * request.rank_tokens() as f64;
         let flops_per_token = if request.options.activation_checkpointing {
@@ -193,7 +193,7 @@ impl Work {
     }
 
     /// The wear of the drive of a node.
-    fn wear(&self, request: &Request, nvme: &Transfers) -> Wear {
+    fn wear(&self, request: &PlanRequest, nvme: &Transfers) -> Wear {
         let gpus = (request.machine.gpus / request.machine.nodes) as f64;
         let drive_s = nvme.read_bytes.max(nvme.written_bytes) as f64 * gpus
             / request.machine.drive_bytes_per_s;

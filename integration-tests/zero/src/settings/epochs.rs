@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use zero_data::{EncoderSource, Pace, Place, RowOptions, TrainingData};
+use zero_data::{DataPosition, EncoderSource, Pace, RowOptions, TrainingData};
 
 use super::record::RowsRecord;
 use super::sources::RunSources;
@@ -44,9 +44,9 @@ pub(crate) fn row_options(
 pub(crate) struct Course {
     pub(crate) pace: Pace,
     /// Where its steps begin.
-    pub(crate) from: Place,
+    pub(crate) from: DataPosition,
     /// The course of the run that is resumed, if it is another one.
-    earlier: Option<(Pace, Place)>,
+    earlier: Option<(Pace, DataPosition)>,
 }
 
 impl Course {
@@ -65,7 +65,7 @@ impl Course {
             earlier,
         };
         let (Some(run), Some(saved)) = (from.recorded, from.saved) else {
-            return course(Place::default(), None);
+            return course(DataPosition::default(), None);
         };
 
         let count = run.data.rows.as_ref().map(|rows| rows.count);
@@ -80,7 +80,7 @@ impl Course {
             let tokens = u128::from(rows) * run.batch.seq_len as u128;
             rows = (tokens / seq_len.max(1) as u128) as u64;
         }
-        let from = Place {
+        let from = DataPosition {
             step: saved.step,
             rows: pace.as_far_as(earlier, rows),
         };
@@ -147,7 +147,9 @@ pub(crate) fn steps(
             "--epochs {epochs}: expected a number above 0, such as 3 or 0.5"
         ));
     }
-    let end = course.pace.rows_before(Place::default(), steps as u64);
+    let end = course
+        .pace
+        .rows_before(DataPosition::default(), steps as u64);
     Ok(Some((epochs, course.pace.step_behind(course.from, end))))
 }
 

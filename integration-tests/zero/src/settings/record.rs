@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use zero_ckpt::Reader;
 use zero_comm::PrefetchOptions;
-use zero_data::Place;
+use zero_data::DataPosition;
 use zero_optim::OptimizerConfig;
 use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{OffloadSettings, ReplicaChecks, Settings};
@@ -129,8 +129,8 @@ pub(crate) struct DataRecord {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) rows: Option<RowsRecord>,
     /// Where steps of the run's size begin in the data.
-    #[serde(default, skip_serializing_if = "Place::is_start")]
-    pub(crate) place: Place,
+    #[serde(default, skip_serializing_if = "DataPosition::is_start")]
+    pub(crate) place: DataPosition,
 }
 
 /// Rows by epochs, as `run.json` stores them.

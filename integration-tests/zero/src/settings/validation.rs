@@ -39,7 +39,7 @@ impl ValidationRecord {
 
 /// The batch of a step.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Rows {
+pub(crate) struct BatchRows {
     /// Of all ranks in a step.
     pub(crate) step: u64,
     /// Of all ranks in a micro-batch.
@@ -129,7 +129,7 @@ pub(crate) fn check_data(
 pub(crate) fn options(
     args: &TrainArgs,
     data: Option<Arc<TrainingData>>,
-    rows: Rows,
+    rows: BatchRows,
     steps: u64,
 ) -> Result<Option<(ValidationOptions, ValidationRecord)>, CliError> {
     let Some(data) = data else { return Ok(None) };
@@ -166,7 +166,7 @@ pub(crate) fn options(
 
 /// As many windows as cost a tenth of `steps` steps: a forward is about a third of a step. Whole
 /// micro-batches of all ranks, at least one.
-fn default_windows(steps: u64, rows: Rows) -> u64 {
+fn default_windows(steps: u64, rows: BatchRows) -> u64 {
     let trained = u128::from(steps) * u128::from(rows.step);
     let micro_batches = (trained * 3 / 10 / u128::from(rows.micro_batch)).max(1);
     u64::try_from(micro_batches * u128::from(rows.micro_batch)).unwrap_or(u64::MAX)
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn default_costs_a_tenth_of_the_steps() {
-        let rows = Rows {
+        let rows = BatchRows {
             step: 16,
             micro_batch: 8,
             seq_len: 32,

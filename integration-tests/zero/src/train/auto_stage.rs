@@ -192,7 +192,7 @@ impl Planned<'_> {
         settings.grad_accum_steps = self.sizes.grad_accum();
         let options = model_options(&from, model, self.sizes, &settings, on_gpus)?;
         let request =
-            plan::Request::of_run(&model.config, &options, &settings, ranks, self.memory.bytes);
+            plan::PlanRequest::of_run(&model.config, &options, &settings, ranks, self.memory.bytes);
         let mut figures = plan::evaluate(&request, stage).map_err(CliError::usage)?;
         if on_gpus {
             return Ok(figures);

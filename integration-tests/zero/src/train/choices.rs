@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::thread;
 
 use zero_data::{
-    DataSource, FolderFiles, Place, RowOptions, TrainingData, check_tokenizer, default_token_cache,
-    has_tokens, tokenizer_checksum,
+    DataPosition, DataSource, FolderFiles, RowOptions, TrainingData, check_tokenizer,
+    default_token_cache, has_tokens, tokenizer_checksum,
 };
 use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
@@ -174,7 +174,7 @@ impl ChosenData {
         })
     }
 
-    pub(crate) fn record(&self, epochs: Option<f64>, place: Place) -> DataRecord {
+    pub(crate) fn record(&self, epochs: Option<f64>, place: DataPosition) -> DataRecord {
         let source = &self.source;
         DataRecord {
             path: absolute(source.path.as_deref().unwrap_or(Path::new("."))),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use zero_ckpt::ModelFiles;
-use zero_data::Place;
+use zero_data::DataPosition;
 use zero_models::ModelOptions;
 use zero_models::hf::companions;
 use zero_optim::RankSettings;
@@ -35,7 +35,7 @@ use crate::settings::record::{
 use crate::settings::resolve::{raise_live_limit, recorded_dtype, settings, trim_bucket};
 use crate::settings::samples::{self, Samples};
 use crate::settings::sources::{Conditions, RunSources, Sources};
-use crate::settings::validation::{self, Rows, ValidationRecord};
+use crate::settings::validation::{self, BatchRows, ValidationRecord};
 use crate::settings::{autos, unused_keys};
 
 /// The GPU of a rank.
@@ -46,7 +46,7 @@ pub(crate) struct Gpu {
 }
 
 /// The parts of a run, before they are recorded.
-pub(crate) struct Parts<'a> {
+pub(crate) struct RunParts<'a> {
     pub(crate) from: RunSources<'a>,
     pub(crate) resumed: Option<&'a Resumed>,
     pub(crate) run: Conditions,
@@ -56,7 +56,7 @@ pub(crate) struct Parts<'a> {
     /// The epochs that decide the last step.
     epochs: Option<f64>,
     /// Where its steps begin in the data.
-    place: Place,
+    place: DataPosition,
     pub(crate) settings: Settings,
     /// The route of collectives over all ranks.
     pub(crate) route: Route,
@@ -72,7 +72,7 @@ pub(crate) struct Parts<'a> {
     pub(crate) ids: (String, Vec<String>),
 }
 
-impl<'a> Parts<'a> {
+impl<'a> RunParts<'a> {
     /// Opens the model and the data, and chooses all settings.
     ///
     /// # Errors
@@ -379,8 +379,8 @@ impl Sizes {
         )
     }
 
-    fn rows(&self, batches: usize) -> Rows {
-        Rows {
+    fn rows(&self, batches: usize) -> BatchRows {
+        BatchRows {
             step: self.batch.train_batch_size,
             micro_batch: self.batch.micro_batch.saturating_mul(batches as u64),
             seq_len: self.seq_len,
@@ -442,7 +442,8 @@ fn recomputes_gelu(
     if let Some(recompute) = from.settings().all.recompute_gelu {
         return recompute && !options.activation_checkpointing;
     }
-    let request = plan::Request::of_run(&model.config, options, settings, ranks, gpu.memory_bytes);
+    let request =
+        plan::PlanRequest::of_run(&model.config, options, settings, ranks, gpu.memory_bytes);
     match plan::evaluate(&request, settings.stage) {
         Ok(plan) => plan.recompute_gelu,
         Err(error) => {

@@ -12,7 +12,7 @@ use super::csv_file::CsvLines;
 use super::exchange::StartExchange;
 use super::launched::host_threads;
 use super::metrics_file::MetricsLines;
-use super::parts::{self, Gpu, Parts};
+use super::parts::{self, Gpu, RunParts};
 use super::resume::Resumed;
 use super::room::{self, Saves};
 use super::{auto_stage, checks, event_files, line_file, report_folder, save_folder};
@@ -101,7 +101,7 @@ impl RunSetup {
         let cuts = shares.tensor > 1;
         let mut notices = parts::first_notices(from.file, resumed, run.stage, cuts);
         notices.extend(auto_stage.map(|auto| auto.why));
-        let parts = Parts::new(from, resumed, run, device, &mut notices)?;
+        let parts = RunParts::new(from, resumed, run, device, &mut notices)?;
         let record = parts.record()?;
         let agreed = parts.agreed(&record)?;
         let changes = resumed.map(|resumed| resumed.differences(&record));
@@ -114,8 +114,13 @@ impl RunSetup {
         Ok(setup)
     }
 
-    fn of(parts: Parts<'_>, record: RunRecord, agreed: RankSettings, notices: Vec<String>) -> Self {
-        let Parts { from, run, .. } = parts;
+    fn of(
+        parts: RunParts<'_>,
+        record: RunRecord,
+        agreed: RankSettings,
+        notices: Vec<String>,
+    ) -> Self {
+        let RunParts { from, run, .. } = parts;
         let args = from.args;
         let seed = from.seed();
         let in_file = from.file.is_some_and(|file| file.wall_clock_breakdown);

@@ -9,7 +9,7 @@ use super::child::ChildRun;
 use super::measured_tune::{MeasuredChoice, MeasuredTune};
 use super::merge::merged;
 use super::outcome::{Outcome, TrialSteps};
-use super::place::Place;
+use super::place::TrialMachine;
 use super::trials::{ResultsFolder, Trial, TrialSetup};
 use super::{BatchTokens, Choice, TuneArgs, Tuned, measured_table, search_most};
 use crate::error::CliError;
@@ -104,7 +104,7 @@ pub(super) fn measure(of: &Measurement) -> Result<MeasuredTune, CliError> {
     }
     let mut folder = ResultsFolder::open(&of.out)?;
     let hardware = of.search.hardware.as_deref();
-    let place = Place::choose(of.device, of.ranks, hardware, &folder)?;
+    let place = TrialMachine::choose(of.device, of.ranks, hardware, &folder)?;
     let tuned = search(of, &place)?;
     let planned: Vec<Planned> = tuned
         .best
@@ -140,7 +140,7 @@ pub(super) fn measure(of: &Measurement) -> Result<MeasuredTune, CliError> {
 }
 
 /// The configurations to measure.
-fn search(of: &Measurement, place: &Place) -> Result<Tuned, CliError> {
+fn search(of: &Measurement, place: &TrialMachine) -> Result<Tuned, CliError> {
     if !place.on_host && of.search.dtype == Some(DTypeFlag::Fp32) {
         return Err(CliError::Usage(
             "steps in fp32 on GPUs cannot be simulated: tune with --dtype bf16 or fp16 (in a DeepSpeed configuration, \
@@ -178,7 +178,7 @@ struct Planned<'a> {
 }
 
 impl<'a> Planned<'a> {
-    fn new(of: &Measurement, place: &Place, tuned: &Tuned, choice: &'a Choice) -> Self {
+    fn new(of: &Measurement, place: &TrialMachine, tuned: &Tuned, choice: &'a Choice) -> Self {
         let words = |flags: &[String]| -> Vec<String> {
             let words = flags.iter().flat_map(|flag| flag.split_whitespace());
             words.map(str::to_owned).collect()

@@ -10,7 +10,7 @@ use crate::settings::args::{DeviceChoice, TrainArgs};
 use crate::train::backend::{self, Backend};
 
 /// Where trials run.
-pub(super) struct Place {
+pub(super) struct TrialMachine {
     pub(super) on_host: bool,
     pub(super) ranks: usize,
     /// For the search.
@@ -21,7 +21,7 @@ pub(super) struct Place {
     pub(super) processors: String,
 }
 
-impl Place {
+impl TrialMachine {
     /// The place of `--hardware` or, without it, of this machine, which is measured once for a
     /// folder of results.
     ///

@@ -4,7 +4,7 @@ use super::super::fnv::Fnv;
 use super::super::testing::broadcast;
 use super::*;
 use crate::Collective;
-use crate::call::Segments;
+use crate::call::Counts;
 
 mod random;
 
@@ -148,7 +148,7 @@ fn differing_calls_name_both_ranks() {
             ..other.clone()
         },
         Call {
-            segments: Segments::Even(8),
+            segments: Counts::Even(8),
             ..other.clone()
         },
         Call {
@@ -375,7 +375,7 @@ fn splits_number_their_communicators_by_color() {
     };
     let places = |number, places: [Option<[usize; 3]>; 3]| {
         let placed = places.into_iter().enumerate().map(|(rank, place)| {
-            let place = place.map(|[context, rank, size]| Place {
+            let place = place.map(|[context, rank, size]| SplitRank {
                 context: context as Context,
                 rank,
                 size,

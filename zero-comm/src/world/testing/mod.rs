@@ -21,7 +21,7 @@ use super::process::{Operation, Transport, World};
 use super::rendezvous::{Joined, join};
 use super::server::Stranger;
 use super::watcher::Connection;
-use crate::call::{Call, Segments};
+use crate::call::{Call, Counts};
 use crate::split_request::SplitRequest;
 use crate::{Collective, CommError};
 
@@ -94,7 +94,7 @@ impl Transport for Fake {
 
 pub(crate) fn broadcast(len: usize) -> Call {
     let collective = Collective::Broadcast;
-    let segments = Segments::Balanced(len);
+    let segments = Counts::Balanced(len);
     Call {
         collective,
         op: None,

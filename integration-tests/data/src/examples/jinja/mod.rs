@@ -18,7 +18,7 @@ mod syntax;
 #[cfg(test)]
 mod tests;
 
-pub(super) use syntax::{MARKS, Source, TRACE, rewrite};
+pub(super) use syntax::{MARKS, RewrittenTemplate, TRACE, rewrite};
 
 use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind};

@@ -147,7 +147,7 @@ fn end_of_raw(text: &str) -> usize {
 }
 
 /// A template for minijinja.
-pub(in super::super) struct Source {
+pub(in super::super) struct RewrittenTemplate {
     pub(in super::super) text: String,
     /// Whether it has generation blocks.
     pub(in super::super) marks: bool,
@@ -157,7 +157,7 @@ pub(in super::super) struct Source {
 ///
 /// # Errors
 /// A tag that jinja2 refuses, or that is not supported.
-pub(in super::super) fn rewrite(source: &str) -> Result<Source, String> {
+pub(in super::super) fn rewrite(source: &str) -> Result<RewrittenTemplate, String> {
     let mut text = String::with_capacity(2 * source.len());
     let mut marks = false;
     // The loops that a piece is in: the variable, if it is one name.
@@ -235,7 +235,7 @@ pub(in super::super) fn rewrite(source: &str) -> Result<Source, String> {
             )),
         }
     }
-    Ok(Source { text, marks })
+    Ok(RewrittenTemplate { text, marks })
 }
 
 /// The variable of `for VARIABLE in ...`.

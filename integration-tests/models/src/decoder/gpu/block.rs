@@ -51,7 +51,7 @@ pub(super) struct Block<'a> {
 
 /// The gradients that are sums over rows and that ranks of tensor parallelism may sum: of the norms of
 /// heads, and of gain and bias of each norm, with that of the bias which was added before a layer norm.
-struct Sums {
+struct ParamSums {
     heads: SumOut,
     norms: [Vec<SumOut>; 2],
 }
@@ -294,15 +294,15 @@ impl<'a> Block<'a> {
         Ok(self.finish_sums(&g)?)
     }
 
-    /// The gradients of the parameters of norms, as in [`Sums`].
-    fn norm_grads(&self, g: &BlockParams<Grad>) -> Sums {
+    /// The gradients of the parameters of norms, as in [`ParamSums`].
+    fn norm_grads(&self, g: &BlockParams<Grad>) -> ParamSums {
         let of = |[gain, bias]: [Grad; 2], bias_before: Grad| match self.config.norm {
             NormKind::Layer => [gain, bias, bias_before].map(SumOut::from).into(),
             NormKind::Rms => vec![gain.into()],
         };
         let [_, output_bias] = g.output;
         let [_, down_bias] = g.down;
-        Sums {
+        ParamSums {
             heads: g.qk_norm.into(),
             norms: [of(g.norm1, output_bias), of(g.norm2, down_bias)],
         }
@@ -318,7 +318,7 @@ impl<'a> Block<'a> {
 
     /// The places of those gradients: elements of the partial sums where ranks of tensor parallelism sum
     /// them, otherwise the gradients themselves.
-    fn sums(&self, g: &BlockParams<Grad>) -> Sums {
+    fn sums(&self, g: &BlockParams<Grad>) -> ParamSums {
         let cx = self.cx;
         let mut sums = self.norm_grads(g);
         let mut end = self.partial_of_heads();
@@ -339,7 +339,7 @@ impl<'a> Block<'a> {
     fn finish_sums(&self, g: &BlockParams<Grad>) -> Result<(), OpError> {
         let cx = self.cx;
         let c = self.config.width;
-        let Sums { heads, norms } = self.norm_grads(g);
+        let ParamSums { heads, norms } = self.norm_grads(g);
         let of_heads = self.partial_of_heads();
         let of_norms = match cx.divides_rows() {
             true => norms.concat(),

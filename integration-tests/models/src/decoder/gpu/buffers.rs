@@ -13,7 +13,7 @@ use super::sizes::{ALIGN_BYTES, Sizes, keeps_act};
 use super::slices::{BlockSlices, ExchangeSlices, HeadSlices, ScratchSlices};
 use crate::decoder::config::DecoderConfig;
 use crate::decoder::part_rows::PartRows;
-use crate::decoder::slices::{Held, Layers};
+use crate::decoder::slices::{HeldBlocks, Layers};
 use crate::options::ModelOptions;
 
 /// All buffers of the model.
@@ -35,7 +35,7 @@ pub(super) struct Buffers {
     pub(super) rows: Option<PartRows<CudaDevice>>,
     /// The statistics of [`super::tensor`].
     pub(super) stats: DeviceSlice<f32>,
-    _held: Held<CudaDevice>,
+    _held: HeldBlocks<CudaDevice>,
 }
 
 impl Buffers {
@@ -53,7 +53,7 @@ impl Buffers {
         let Sizes {
             row, whole, rows, ..
         } = sizes;
-        let mut held = Held::new(pool, stream);
+        let mut held = HeldBlocks::new(pool, stream);
         let loss = held
             .allocate(1, DType::F64, Purpose::Workspace)?
             .typed::<f64>()?;
@@ -66,14 +66,14 @@ impl Buffers {
         };
         let mut allocate = |bytes: usize, purpose| held.allocate(bytes, DType::U8, purpose);
 
-        let mut all = Parts::new(allocate(sizes.scratch_bytes, Purpose::Activations)?);
+        let mut all = SliceSplitter::new(allocate(sizes.scratch_bytes, Purpose::Activations)?);
         let scratch = all.scratch(&sizes, options);
         let stats = all.floats(sizes.stats);
 
         let exchange = match sizes.exchange_bytes {
             0 => None,
             bytes => {
-                let mut all = Parts::new(allocate(bytes, Purpose::Activations)?);
+                let mut all = SliceSplitter::new(allocate(bytes, Purpose::Activations)?);
                 let elems = sizes.exchanges.buffer_elems();
                 let attended = sizes.exchanges.attended_elems();
                 Some(ExchangeSlices {
@@ -85,9 +85,12 @@ impl Buffers {
         };
 
         let ring = (0..sizes.ring)
-            .map(
-                |_| Ok(Parts::new(allocate(sizes.row_bytes, Purpose::Activations)?).take(row, act)),
-            )
+            .map(|_| {
+                Ok(
+                    SliceSplitter::new(allocate(sizes.row_bytes, Purpose::Activations)?)
+                        .take(row, act),
+                )
+            })
             .collect::<Result<Vec<_>, ModelError>>()?;
         let residual = (0..rows).map(|i| ring[i % ring.len()]).collect();
 
@@ -96,11 +99,11 @@ impl Buffers {
         let blocks = (0..sizes.blocks)
             .map(|_| {
                 let all = allocate(sizes.block_bytes, Purpose::Activations)?;
-                Parts::new(all).block(&sizes, recomputed)
+                SliceSplitter::new(all).block(&sizes, recomputed)
             })
             .collect::<Result<_, ModelError>>()?;
 
-        let mut all = Parts::new(allocate(sizes.head_bytes, Purpose::Activations)?);
+        let mut all = SliceSplitter::new(allocate(sizes.head_bytes, Purpose::Activations)?);
         let head = HeadSlices {
             out: all.take(whole, act),
             stats: all.floats(sizes.head_stats),
@@ -115,7 +118,7 @@ impl Buffers {
                 let parts = (0..rows).map(|_| {
                     let bytes = sizes.part_bytes + ALIGN_BYTES;
                     let all = allocate(bytes, Purpose::Activations)?;
-                    Ok(Parts::new(all).take(sizes.part, act))
+                    Ok(SliceSplitter::new(all).take(sizes.part, act))
                 });
                 let parts = parts.collect::<Result<Vec<_>, ModelError>>()?;
                 Some(PartRows::new(pool.device(), comm, ring.clone(), parts))
@@ -150,11 +153,11 @@ impl Buffers {
 }
 
 /// Splits a block into consecutive aligned parts.
-struct Parts {
+struct SliceSplitter {
     rest: AnySlice,
 }
 
-impl Parts {
+impl SliceSplitter {
     fn new(all: AnySlice) -> Self {
         Self { rest: all }
     }

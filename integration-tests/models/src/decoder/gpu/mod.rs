@@ -52,7 +52,7 @@ use crate::cuda::attention::{Attention, Shape};
 use crate::cuda::cross_entropy::{self, Scale};
 use crate::cuda::matmul::{Matmul, Timing};
 use crate::cuda::{OpError, OpKernels, embedding, norm};
-use crate::ops::sequence::Exchange;
+use crate::ops::sequence::HeadExchange;
 use crate::options::ModelOptions;
 use crate::tensor::TensorRank;
 use batch::{Batches, Layout};
@@ -304,8 +304,8 @@ impl GpuDecoder {
         Block::new(cx, &self.config, &self.attention[cx.layer], a)
     }
 
-    fn rows(&self, cx: &PassContext<'_>) -> embedding::Rows {
-        embedding::Rows {
+    fn rows(&self, cx: &PassContext<'_>) -> embedding::BatchLayout {
+        embedding::BatchLayout {
             batch: self.options.micro_batch,
             span: cx.span(),
             documents: cx.documents,
@@ -355,7 +355,7 @@ fn attention(
     config: &DecoderConfig,
     exchanges: &Exchanges,
 ) -> Result<Vec<Attention>, OpError> {
-    let Exchange { batch, seq, d, .. } = exchanges.qkv;
+    let HeadExchange { batch, seq, d, .. } = exchanges.qkv;
     let [heads, kv_heads] = exchanges.qkv.heads_of_rank();
     let shape = |layer| Shape {
         batch,

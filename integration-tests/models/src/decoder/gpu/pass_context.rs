@@ -21,7 +21,7 @@ use crate::decoder::params::ParamRanges;
 use crate::decoder::sequence_part::{Exchanges, SequencePart};
 use crate::decoder::tensor_group::TensorGroup;
 use crate::ops::Span;
-use crate::ops::sequence::Exchange;
+use crate::ops::sequence::HeadExchange;
 
 /// The inputs of the operations of a pass.
 #[derive(Clone, Copy)]
@@ -102,7 +102,7 @@ impl PassContext<'_> {
 
     /// The masks of attention.
     pub(crate) fn masks(&self, probability: f32, site: u32) -> Masks {
-        let Exchange { heads, seq, .. } = self.exchanges.qkv;
+        let HeadExchange { heads, seq, .. } = self.exchanges.qkv;
         let before = self.tensor.map_or(0, |tensor| tensor.rank.rank) * heads * seq;
         let first = before + self.part.first_line(heads, seq);
         let dropout = self

@@ -9,9 +9,9 @@ use zero_trainer::ModelError;
 
 use super::slices::ExchangeSlices;
 use crate::cuda::OpKernels;
-use crate::cuda::sequence::{self, Step};
+use crate::cuda::sequence::{self, PackStep};
 use crate::decoder::sequence_part::Exchanges;
-use crate::ops::sequence::Exchange;
+use crate::ops::sequence::HeadExchange;
 
 /// The ranks that share the sequences of a model.
 pub(super) struct SequenceGroup {
@@ -49,11 +49,11 @@ impl SequenceGroup {
         &self,
         kernels: &OpKernels,
         stream: &CudaStream,
-        exchange: Exchange,
+        exchange: HeadExchange,
         heads: AnySlice,
         from: AnySlice,
     ) -> Result<(), ModelError> {
-        let steps = [Step::PackTokens, Step::UnpackHeads];
+        let steps = [PackStep::PackTokens, PackStep::UnpackHeads];
         self.exchange(kernels, stream, exchange, steps, [heads, from])
     }
 
@@ -62,11 +62,11 @@ impl SequenceGroup {
         &self,
         kernels: &OpKernels,
         stream: &CudaStream,
-        exchange: Exchange,
+        exchange: HeadExchange,
         tokens: AnySlice,
         from: AnySlice,
     ) -> Result<(), ModelError> {
-        let steps = [Step::PackHeads, Step::UnpackTokens];
+        let steps = [PackStep::PackHeads, PackStep::UnpackTokens];
         self.exchange(kernels, stream, exchange, steps, [tokens, from])
     }
 
@@ -75,8 +75,8 @@ impl SequenceGroup {
         &self,
         kernels: &OpKernels,
         stream: &CudaStream,
-        exchange: Exchange,
-        [pack, unpack]: [Step; 2],
+        exchange: HeadExchange,
+        [pack, unpack]: [PackStep; 2],
         [to, from]: [AnySlice; 2],
     ) -> Result<(), ModelError> {
         let ExchangeSlices { send, recv, .. } = &self.slices;

@@ -5,12 +5,12 @@ use super::{sweep, timeline};
 use crate::error::CliError;
 use crate::plan::args::PlanArgs;
 use crate::plan::report::Report;
-use crate::plan::request::Request;
+use crate::plan::request::PlanRequest;
 
 /// Writes the files of `--sweep` and `--timeline`, and returns the points of the sweep.
 pub(in crate::plan) fn extras(
     args: &PlanArgs,
-    request: &Request,
+    request: &PlanRequest,
     report: &Report,
 ) -> Result<Vec<Point>, CliError> {
     let Some(on) = &report.simulated_on else {

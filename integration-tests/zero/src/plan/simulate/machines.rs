@@ -10,7 +10,7 @@ use super::{MEASURED_GPUS, Prepared, SimulatedOn, cluster, shape, software, with
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
 use crate::plan::args::{PlanArgs, SimulateArgs};
-use crate::plan::request::Request;
+use crate::plan::request::PlanRequest;
 use crate::plan::stage::{WithoutActivations, evaluate_on, fits_host, layout};
 use crate::tune::{Candidate, Choice, Tried, Tuned, UnitSizes};
 
@@ -20,25 +20,25 @@ pub(crate) struct Machines {
     cluster: Cluster,
     on: SimulatedOn,
     /// One micro-batch of one sequence, without groups.
-    request: Request,
+    request: PlanRequest,
     /// By the ranks of tensor parallelism.
-    parts: Vec<(usize, Part)>,
+    parts: Vec<(usize, ModelPart)>,
 }
 
 /// A rank's part of a model.
-struct Part {
-    request: Request,
+struct ModelPart {
+    request: PlanRequest,
     /// The flat one.
     layout: GridLayout,
     units: UnitSizes,
 }
 
-impl Part {
+impl ModelPart {
     /// The part with `tensor_ranks`, or why the model cannot be cut so.
     fn new(base: &PlanArgs, tensor_ranks: usize) -> Result<Self, CliError> {
         let mut args = base.clone();
         args.mesh.tensor_parallel = Some(tensor_ranks);
-        let (request, _) = Request::new(&args)?;
+        let (request, _) = PlanRequest::new(&args)?;
         let layout = layout(&request, Sharding::Flat).map_err(CliError::usage)?;
         let units = layout.parts().units().iter();
         let mut elems: Vec<_> = units.map(|unit| unit.padded_elems).collect();
@@ -59,9 +59,9 @@ impl Part {
 /// A run with any micro-batches.
 pub(crate) struct Run<'a> {
     machines: &'a Machines,
-    part: &'a Part,
+    part: &'a ModelPart,
     stage: ZeroStage,
-    request: Request,
+    request: PlanRequest,
     /// Whether a step has several micro-batches, and the memory of such.
     memory: Option<(bool, WithoutActivations)>,
     prepared: Option<Prepared>,
@@ -102,9 +102,9 @@ impl Machines {
         let (Some(on), cluster) = (SimulatedOn::of(&base)?, cluster(&hardware)?) else {
             return Err(CliError::Usage("--hardware says no machine".to_owned()));
         };
-        let (request, _) = Request::new(&base)?;
+        let (request, _) = PlanRequest::new(&base)?;
         let parts = tensor_ranks(&cluster).filter_map(|ranks| {
-            let part = Part::new(&base, ranks).ok()?;
+            let part = ModelPart::new(&base, ranks).ok()?;
             Some((ranks, part))
         });
         Ok(Self {
@@ -133,7 +133,7 @@ impl Machines {
             .map_or(UnitSizes::default(), |part| part.units)
     }
 
-    fn part(&self, tensor_ranks: usize) -> Option<&Part> {
+    fn part(&self, tensor_ranks: usize) -> Option<&ModelPart> {
         let mut parts = self.parts.iter();
         parts
             .find(|(ranks, _)| *ranks == tensor_ranks)
@@ -289,7 +289,7 @@ impl Run<'_> {
         })))
     }
 
-    fn fits(&mut self, request: &Request) -> Result<bool, ShardError> {
+    fn fits(&mut self, request: &PlanRequest) -> Result<bool, ShardError> {
         if let Some(fits) = fits_host(request, &self.part.layout, self.stage) {
             return Ok(fits);
         }
@@ -302,7 +302,7 @@ impl Run<'_> {
         memory.fits(request)
     }
 
-    fn simulated(&mut self, request: &Request) -> Result<Simulated, String> {
+    fn simulated(&mut self, request: &PlanRequest) -> Result<Simulated, String> {
         let on = &self.machines.on;
         let prepared = match self.prepared.take() {
             Some(mut prepared) => {

@@ -15,10 +15,12 @@ use std::path::Path;
 use serde::Serialize;
 use zero_ckpt::files::{self, SMALL_FILE_BYTES};
 use zero_shard::ZeroStage;
-use zero_simulator::{Cluster, Efficiencies, Machine, MachineError, Step, from_text, likely_range};
+use zero_simulator::{
+    Cluster, Efficiencies, Machine, MachineError, SimulatedStep, from_text, likely_range,
+};
 
 use super::args::{PlanArgs, SimulateArgs};
-use super::request::Request;
+use super::request::PlanRequest;
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
 use crate::measure;
@@ -145,7 +147,12 @@ impl SimulatedOn {
 
     /// The recorded step of `stage`. `None` for a model of assumed shape, or if it cannot be
     /// simulated.
-    fn prepared(&self, request: &Request, stage: ZeroStage, largest_unit: u64) -> Option<Prepared> {
+    fn prepared(
+        &self,
+        request: &PlanRequest,
+        stage: ZeroStage,
+        largest_unit: u64,
+    ) -> Option<Prepared> {
         request.model.config.as_ref()?;
         Prepared::new(&self.machine, request, stage, largest_unit, None)
             .inspect_err(|why| tracing::warn!("{stage} is not simulated: {why}"))
@@ -155,7 +162,7 @@ impl SimulatedOn {
     /// The step of `stage`. `None` as of [`Self::prepared`].
     pub(super) fn stage(
         &self,
-        request: &Request,
+        request: &PlanRequest,
         stage: ZeroStage,
         largest_unit: u64,
     ) -> Option<Simulated> {
@@ -170,7 +177,7 @@ impl SimulatedOn {
         })
     }
 
-    fn simulated(&self, request: &Request, step: &Step) -> Simulated {
+    fn simulated(&self, request: &PlanRequest, step: &SimulatedStep) -> Simulated {
         let config = request.model.config.as_ref();
         let flops_per_token = config.map_or(0.0, |config| {
             config.flops_per_token(request.seq_len() as usize)
@@ -214,7 +221,7 @@ pub(crate) fn calibrated(source: Option<&str>, on_host: bool) -> String {
 }
 
 /// The bottleneck of a step: where less than a tenth of it is exposed, the GPU itself.
-fn bound(step: &Step, on_host: bool) -> &'static str {
+fn bound(step: &SimulatedStep, on_host: bool) -> &'static str {
     if step.idle_s < 0.1 * step.seconds {
         return match on_host {
             true => "products and memory of the cores",

@@ -11,7 +11,7 @@ use zero_simulator::{
 use super::result::Calibration;
 use crate::error::CliError;
 use crate::output::print_text;
-use crate::plan::args::{Rows, SimulateArgs};
+use crate::plan::args::{CalibrationRows, SimulateArgs};
 
 fn all(rows: &[Row]) -> Result<Vec<SimulatedRow>, CliError> {
     let rows = rows
@@ -21,11 +21,11 @@ fn all(rows: &[Row]) -> Result<Vec<SimulatedRow>, CliError> {
 }
 
 /// The indices of the rows to fit: measured ones, all or by the rule.
-fn used(rows: &[Row], by: Rows) -> Result<Vec<usize>, CliError> {
+fn used(rows: &[Row], by: CalibrationRows) -> Result<Vec<usize>, CliError> {
     let measured: Vec<usize> = (0..rows.len())
         .filter(|&row| rows[row].measured.is_some())
         .collect();
-    if by == Rows::All || measured.is_empty() {
+    if by == CalibrationRows::All || measured.is_empty() {
         return Ok(measured);
     }
     let of_rule: Vec<Row> = measured.iter().map(|&row| rows[row].clone()).collect();
@@ -60,17 +60,17 @@ fn check_one_group(path: &Path, rows: &[Row]) -> Result<(), CliError> {
     }
 }
 
-fn fit_to(rows: &[SimulatedRow], used: &[usize], by: Rows) -> Result<Fit, CliError> {
+fn fit_to(rows: &[SimulatedRow], used: &[usize], by: CalibrationRows) -> Result<Fit, CliError> {
     let measured: Vec<f64> = used
         .iter()
         .filter_map(|&row| rows[row].row.measured)
         .collect();
     let weights = match by {
-        Rows::All => {
+        CalibrationRows::All => {
             let rows: Vec<Row> = used.iter().map(|&row| rows[row].row.clone()).collect();
             row_weights(&rows)
         }
-        Rows::Rule => vec![1.0; used.len()],
+        CalibrationRows::Rule => vec![1.0; used.len()],
     };
     let predict = |efficiencies: &Efficiencies, index: usize| rows[used[index]].speed(efficiencies);
     fit_weighted(&Efficiencies::PRIOR, &measured, &weights, predict).map_err(CliError::usage)

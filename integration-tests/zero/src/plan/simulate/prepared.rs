@@ -6,11 +6,12 @@ use zero_alloc::device::DType;
 use zero_alloc::host::OpSpan;
 use zero_shard::ZeroStage;
 use zero_simulator::{
-    Attention, Costs, Efficiencies, Machine, Run, Shape, Software, Step, StepSchedules, Units,
+    Attention, Costs, Efficiencies, Machine, Run, Shape, SimulatedStep, Software, StepSchedules,
+    Units,
 };
 
 use super::result::Gain;
-use crate::plan::request::Request;
+use crate::plan::request::PlanRequest;
 
 /// A part of a step that is not worth a line.
 const LEAST_GAIN: f64 = 0.005;
@@ -26,7 +27,7 @@ pub(super) struct Prepared {
 }
 
 /// Tokens of a step of all ranks, per rank.
-fn tokens_gpu(request: &Request) -> f64 {
+fn tokens_gpu(request: &PlanRequest) -> f64 {
     let batches = request.machine.gpus as f64 / request.run.mesh.ranks_of_batch() as f64;
     let sequences = batches * (request.micro_batch() * request.grad_accum()) as f64;
     sequences * request.seq_len() as f64 / request.machine.gpus as f64
@@ -41,7 +42,7 @@ impl Prepared {
     /// or groups that do not fit the stage.
     pub(super) fn new(
         machine: &Machine,
-        request: &Request,
+        request: &PlanRequest,
         stage: ZeroStage,
         largest_unit: u64,
         threads: Option<usize>,
@@ -90,7 +91,7 @@ impl Prepared {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub(super) fn set_batch(&mut self, request: &Request) -> Result<(), String> {
+    pub(super) fn set_batch(&mut self, request: &PlanRequest) -> Result<(), String> {
         self.tokens_gpu = tokens_gpu(request);
         let recorded = self
             .schedules
@@ -99,7 +100,7 @@ impl Prepared {
     }
 
     /// The step.
-    pub(super) fn step(&self, efficiencies: &Efficiencies) -> Step {
+    pub(super) fn step(&self, efficiencies: &Efficiencies) -> SimulatedStep {
         self.schedules.step(&self.costs(efficiencies))
     }
 
@@ -174,7 +175,7 @@ pub(super) fn software(machine: &Machine, dtype: DType, recompute: bool) -> Soft
 }
 
 /// A setting whose cost the formulas do not know.
-fn unknown(request: &Request, on_host: bool) -> Option<&'static str> {
+fn unknown(request: &PlanRequest, on_host: bool) -> Option<&'static str> {
     match request {
         _ if request.run.dtype == DType::F32 && !on_host => {
             Some("products in fp32; use --dtype bf16 or fp16")
@@ -185,7 +186,7 @@ fn unknown(request: &Request, on_host: bool) -> Option<&'static str> {
 }
 
 /// The sizes of a model and of a rank's sequences.
-pub(super) fn shape(request: &Request, params: u64) -> Shape {
+pub(super) fn shape(request: &PlanRequest, params: u64) -> Shape {
     let sizes = &request.model.shape;
     let config = request.model.config.as_ref();
     let kv_heads = config.map_or(sizes.heads, |config| config.kv_heads() as u64);

@@ -13,7 +13,7 @@ use super::result::Calibration;
 use crate::error::CliError;
 use crate::output::{print_note, print_text};
 use crate::plan::args::SimulateArgs;
-use crate::plan::request::Request;
+use crate::plan::request::PlanRequest;
 use crate::settings::record::TimedRecord;
 use crate::train::metrics_file::measured_steps;
 
@@ -37,7 +37,8 @@ impl MeasuredRun {
             node_ranks,
         } = settings;
         let node_ranks = node_ranks.unwrap_or(cluster.gpus_per_node);
-        let request = Request::of_record(record, node_ranks).map_err(|error| error.to_string())?;
+        let request =
+            PlanRequest::of_record(record, node_ranks).map_err(|error| error.to_string())?;
         let stage = ZeroStage::from_number(record.stage).ok_or("no such stage")?;
         let largest = request
             .model

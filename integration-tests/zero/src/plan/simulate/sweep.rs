@@ -10,7 +10,7 @@ use super::{SimulatedOn, cluster};
 use crate::error::CliError;
 use crate::plan::args::{Gpus, PlanArgs};
 use crate::plan::report::Report;
-use crate::plan::request::Request;
+use crate::plan::request::PlanRequest;
 
 /// The points of the sweep; draws it if asked to.
 pub(super) fn run(args: &PlanArgs, gpus: Gpus, on: &SimulatedOn) -> Result<Vec<Point>, CliError> {
@@ -32,7 +32,7 @@ pub(super) fn run(args: &PlanArgs, gpus: Gpus, on: &SimulatedOn) -> Result<Vec<P
                 nodes,
                 ..args.clone()
             };
-            let (request, _) = Request::new(&of_count)?;
+            let (request, _) = PlanRequest::new(&of_count)?;
             let report = Report::with_times(&request, Some(on)).map_err(CliError::usage)?;
             for stage in report.stages {
                 let Some(simulated) = stage.simulated else {

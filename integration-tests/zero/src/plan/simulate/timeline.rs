@@ -11,13 +11,13 @@ use super::SimulatedOn;
 use super::runs::METRICS_BYTES;
 use crate::error::CliError;
 use crate::plan::report::Report;
-use crate::plan::request::Request;
+use crate::plan::request::PlanRequest;
 
 /// Writes the steps of the fastest stage that fits, or of the fastest.
 pub(super) fn write(
     path: &Path,
     beside: Option<&Path>,
-    request: &Request,
+    request: &PlanRequest,
     on: &SimulatedOn,
     report: &Report,
 ) -> Result<(), CliError> {

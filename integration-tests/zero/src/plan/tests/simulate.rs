@@ -12,7 +12,7 @@ use zero_simulator::{Machine, to_text};
 use super::{args, json, text, usage_error};
 use crate::plan::simulate::{SimulatedOn, with_hardware};
 use crate::plan::stage::fits;
-use crate::plan::{Machines, PlanArgs, Request, run};
+use crate::plan::{Machines, PlanArgs, PlanRequest, run};
 use crate::tune::{Batches, Candidate, Tried, TuneArgs, Tuned, candidates, tune};
 
 const LINE: &str = "--model gpt2-124m --micro-batch 4 --seq-len 1024 --simulate --hardware";
@@ -359,7 +359,7 @@ impl Searched {
     fn alone(&self, candidate: &Candidate) -> Option<f64> {
         let (_, node, _) = self.machines.sizes();
         let plan = candidate.plan(&self.base, node as usize / candidate.tensor_parallel);
-        let (request, _) = Request::new(&plan).ok()?;
+        let (request, _) = PlanRequest::new(&plan).ok()?;
         let request = request.with_prefetch(candidate.prefetch_elems);
         let stage = ZeroStage::from_number(candidate.stage.into()).unwrap();
         let units = self.machines.unit_sizes(candidate.tensor_parallel);
