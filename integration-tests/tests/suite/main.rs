@@ -6,3 +6,4 @@ mod generate;
 mod own_framework;
 mod public_types;
 mod trainer;
+mod words;

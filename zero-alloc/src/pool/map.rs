@@ -9,7 +9,7 @@ use crate::device::Device;
 /// One contiguous part of a pool's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Span {
+pub struct MemoryRange {
     /// Its first offset.
     pub start: u64,
     /// Its size.
@@ -23,7 +23,7 @@ pub struct Span {
 #[non_exhaustive]
 pub struct MemoryMap {
     /// The parts by offset; adjacent parts of the same kind are joined.
-    pub spans: Vec<Span>,
+    pub spans: Vec<MemoryRange>,
 }
 
 const LETTERS: [char; Purpose::COUNT] = ['P', 'G', 'O', 'B', 'A', 'W'];
@@ -58,7 +58,7 @@ impl MemoryMap {
             Some(last) if last.purpose == purpose && last.start + last.bytes == start => {
                 last.bytes += bytes;
             }
-            _ => self.spans.push(Span {
+            _ => self.spans.push(MemoryRange {
                 start,
                 bytes,
                 purpose,
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn a_column_shows_the_largest_purpose() {
-        let span = |start, bytes, purpose| Span {
+        let span = |start, bytes, purpose| MemoryRange {
             start,
             bytes,
             purpose,

@@ -48,7 +48,7 @@ use crate::primitive::{Mutex, MutexGuard, thread_number};
 pub use block::Block;
 pub use block_map::BlockMap;
 pub use error::AllocError;
-pub use map::{MemoryMap, Span};
+pub use map::{MemoryMap, MemoryRange};
 pub use purpose::Purpose;
 pub use report::{AllocatedBytes, Change, MemoryKind, Report};
 
