@@ -143,7 +143,7 @@ pub struct Checked {
 
 impl Checked {
     /// The same call, as control traffic.
-    pub(crate) fn as_control(mut self) -> Self {
+    pub(crate) fn into_control(mut self) -> Self {
         self.call.control = true;
         self
     }
@@ -289,7 +289,7 @@ impl Group {
     /// # Errors
     /// Counts, dtypes or the overlap of the buffers are wrong.
     pub fn control_all_gather(self, send: AnySlice, recv: AnySlice) -> Result<Checked, CommError> {
-        Ok(self.all_gather(send, recv)?.as_control())
+        Ok(self.all_gather(send, recv)?.into_control())
     }
 
     /// Checks an all-reduce.

@@ -59,7 +59,7 @@ pub(crate) fn exchange<D: Device>(
         let gather = comm
             .group()
             .all_gather_uneven(all.slice(own), all, &counts)?;
-        comm.enqueue(stream, gather.as_control())
+        comm.enqueue(stream, gather.into_control())
     })?;
 
     let mut left = &all[..];

@@ -17,6 +17,9 @@ use zero_trainer::{Batch, Grad, Model, Pass};
 use zero_trainer::{InitialWeights, Workload};
 use zero_trainer::{ModelError, ModelRanks};
 
+/// A forward pass, and the parameters that it read.
+type ReadParams = (usize, Vec<f32>);
+
 /// The toy model and its sizes.
 pub(crate) struct Toy {
     units: Vec<UnitSpec>,
@@ -26,7 +29,7 @@ pub(crate) struct Toy {
     /// Set by rank 0's model while its third forward runs.
     pub(crate) cancel: Option<Arc<AtomicBool>>,
     /// The parameters that each forward pass of a rank read, with its number.
-    pub(crate) read: Arc<Mutex<Vec<(usize, Vec<f32>)>>>,
+    pub(crate) read: Arc<Mutex<Vec<ReadParams>>>,
     /// Whether passes write gradients that no other pass adds to.
     writes: bool,
 }
@@ -167,7 +170,7 @@ struct ToyModel {
     writes: Vec<bool>,
     panic_at: Option<usize>,
     cancel: Option<Arc<AtomicBool>>,
-    read: Arc<Mutex<Vec<(usize, Vec<f32>)>>>,
+    read: Arc<Mutex<Vec<ReadParams>>>,
     forwards: usize,
 }
 
