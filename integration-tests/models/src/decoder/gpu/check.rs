@@ -1,4 +1,4 @@
-//! What the kernels and the passes of a decoder on a GPU need of its configuration.
+//! The check of a configuration before a decoder is made on a GPU.
 
 use zero_trainer::ModelError;
 
