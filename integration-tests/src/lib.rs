@@ -1,9 +1,10 @@
-//! What the tests of several crates share: the PyTorch results in tests/data, and norms to compare
-//! with them.
+//! What the tests of several crates share: the PyTorch results in tests/data, norms to compare
+//! with them, and temporary folders.
 
 use std::path::{Path, PathBuf};
 
 use safetensors::SafeTensors;
+use tempfile::TempDir;
 
 /// A model that PyTorch trained (see tests/data/README.md): its folder in tests/data and its batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +92,21 @@ pub fn tensors(name: &str) -> Vec<(String, Vec<f32>)> {
 /// The tokens of [`GPT2`].
 pub fn tokens() -> Vec<u32> {
     GPT2.tokens()
+}
+
+/// Bytes that a file system in memory must have free for the tests: a container's often has 64 MiB.
+const MEMORY_BYTES: u64 = 4 << 30;
+
+/// A folder in memory if there is room, otherwise on a disk: runs sync what they write, which is slow
+/// on a disk.
+pub fn temporary_folder() -> TempDir {
+    let memory = "/dev/shm";
+    let free_bytes = rustix::fs::statvfs(memory)
+        .map_or(0, |system| system.f_bavail.saturating_mul(system.f_frsize));
+    let in_memory = (free_bytes >= MEMORY_BYTES).then(|| tempfile::tempdir_in(memory).ok());
+    in_memory
+        .flatten()
+        .unwrap_or_else(|| tempfile::tempdir().unwrap())
 }
 
 /// ‖a - b‖ / ‖b‖ in fp64.

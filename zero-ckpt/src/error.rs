@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use crate::commands::{commands, with_function};
+use crate::commands::commands;
 use crate::files;
 
 /// A failure to save, open or read a checkpoint.
@@ -56,7 +56,7 @@ pub enum CkptError {
     /// A save failed after its checkpoint was published.
     #[error(
         "{name} is published, but {what}: {error}; the checkpoint is complete: {} finds it",
-        with_function(commands().resume, "zero_ckpt::resolve")
+        commands().resume_text()
     )]
     Published {
         /// The name of the checkpoint.
@@ -226,7 +226,7 @@ pub enum CkptError {
     /// A save failed after this rank had staged its file, which is kept.
     #[error(
         "{error}; this rank's staged file is kept: {}; if those of all ranks are, {} makes a checkpoint of them",
-        path.display(), with_function(commands().assemble, "zero_ckpt::assemble")
+        path.display(), commands().assemble_text()
     )]
     Kept {
         /// The reason of the failure.

@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use common::{STATES, World, bits, loaded, meta, read, run, value, with_shard};
+use common::{STATES, World, bits, loaded, meta, read, run, saved, value, with_shard};
 use zero_ckpt::testing::{IoCounts, io_counts};
 use zero_ckpt::{
     CkptError, Exchange, ExportOptions, MANIFEST_NAME, MESSAGE_BYTES, RECORD_BYTES, Reader,
@@ -318,4 +318,15 @@ fn assembled_files_are_synced() {
         (assembled.unwrap().checkpoint.step, counts.file_syncs),
         (7, 1)
     );
+
+    // The files may be terabytes on another file system: a refusal comes before the first.
+    let other = Layout::new(&[UnitSpec::new("u", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
+    saved(&dir.path().join("other"), &other, 1, 1, &run("b"));
+    let (refused, counts) = counted(|| assemble(dir.path().join("other"), &[dir.path()]));
+    let refused = refused.unwrap_err();
+    assert!(
+        matches!(refused, CkptError::AnotherModel { .. }),
+        "{refused}"
+    );
+    assert_eq!(counts.file_syncs, 0);
 }

@@ -160,15 +160,16 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// Checks that kernels compute the model.
+    /// Checks that a GPU computes the model.
     ///
     /// # Errors
-    /// A setting that the kernels do not follow.
+    /// A setting that the kernels do not follow, or parts of a block that they do not compute
+    /// together.
     pub fn check_on_gpu(&self) -> Result<(), ModelError> {
-        match self {
-            Self::Gpt2(config) => config.check_kernels(),
-            Self::Llama(_) => Ok(()),
+        if let Self::Gpt2(config) = self {
+            config.check_kernels()?;
         }
+        self.decoder().check_on_gpu()
     }
 
     /// The decoder of this shape.

@@ -19,12 +19,12 @@ use zero_models::hf::HfFolder;
 
 /// Makes the messages of `zero-ckpt` name the commands of this program.
 pub fn name_commands() {
-    zero_ckpt::name_commands(zero_ckpt::Commands {
-        assemble: "zero ckpt assemble",
-        assemble_step: "zero ckpt assemble --step",
-        resume: "zero train --resume",
-        keep_last: "--keep-last",
-    });
+    let commands = zero_ckpt::Commands::default()
+        .assemble("zero ckpt assemble")
+        .assemble_step("zero ckpt assemble --step")
+        .resume("zero train --resume")
+        .keep_last("--keep-last");
+    zero_ckpt::name_commands(commands);
 }
 
 /// Inspect, verify, assemble, export or import checkpoints

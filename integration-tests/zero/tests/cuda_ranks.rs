@@ -376,8 +376,8 @@ fn cuda_ranks_replay_their_steps_with_the_same_bits() {
         let args = ["--stage", stage, "--steps", "6"];
         // A save in progress advances during replayed steps.
         let saves = ["--checkpoint-every", "3", "--checkpoint"];
-        for more in [&["plain"][..], &["graphs", "--cuda-graph"]] {
-            let outputs = [&saves[..], &[more[0], "--metrics"], more].concat();
+        for (folder, more) in [("a", &["plain"][..]), ("b", &["graphs", "--cuda-graph"])] {
+            let outputs = [&saves[..], &[folder, "--metrics"], more].concat();
             run(zero(dir.path(), &[&CUDA[..], &args, &outputs].concat()));
         }
         let (plain, graphs) = (steps(dir.path(), "plain"), steps(dir.path(), "graphs"));

@@ -6,12 +6,12 @@ use std::path::Path;
 use super::records::{PublishedCheckpoint, StagedFile};
 use super::staged::{Described, Location, StagedList, StagedSave};
 use super::store::encode_header;
-use crate::commands::{commands, with_function};
+use crate::commands::commands;
 use crate::format::blocks::{FileLayout, checksum, shard_pieces};
 use crate::format::manifest::{FileRecord, Manifest};
 use crate::format::names::{backup_of, step_of};
 use crate::format::staged_name::{EntryKind, SaveId};
-use crate::io::dir::FileId;
+use crate::io::dir::{Dir, FileId};
 use crate::load::shard_file::ShardFile;
 use crate::{CkptError, Reader, Store, StoreOptions};
 
@@ -177,6 +177,17 @@ struct WholeFile {
     staged: StagedFile,
 }
 
+impl WholeFile {
+    /// The file as one of `save`, with its name there.
+    fn named(&self, save: SaveId) -> StagedFile {
+        StagedFile {
+            file: save.name(EntryKind::File(self.staged.rank)),
+            save,
+            ..self.staged.clone()
+        }
+    }
+}
+
 impl<'a> Complete<'a> {
     /// Checks every byte of a save; returns what is missing, damaged or ambiguous.
     fn check(list: &'a StagedList, id: SaveId, save: &'a StagedSave) -> Result<Self, Vec<String>> {
@@ -257,28 +268,12 @@ fn read_whole(
     let pieces = shard_pieces(&save.layout, rank)?;
     let file_layout = FileLayout::new(&probe.states, pieces.clone())
         .ok_or_else(|| bad("sizes exceed 64 bits"))?;
-    let header = encode_header(
-        &save.layout,
-        (rank, probe.step),
-        &probe.states,
-        &file_layout,
-    )?;
+    let at = (rank, probe.step);
+    let header = encode_header(&save.layout, at, &probe.states, &file_layout)?;
     let front_bytes = header.len() as u64 + file_layout.table_bytes();
     let bytes = front_bytes + file_layout.state_bytes();
 
-    let (file, got_bytes) = dir.open_file(name, false)?;
-    if got_bytes != bytes {
-        return Err(CkptError::WrongLength {
-            path,
-            expected_bytes: bytes,
-            got_bytes,
-        });
-    }
-
-    let id = FileId::of(&file).map_err(CkptError::io("examine", &path))?;
-    let mut front = vec![0; front_bytes as usize];
-    file.read_exact_at(&mut front, 0)
-        .map_err(CkptError::io("read", &path))?;
+    let (id, front) = read_front(dir, name, bytes, front_bytes)?;
     let described = (rank == 0).then_some(save.description.front_crc64);
     let front_crc64 = check_front(&front, &header, described).map_err(bad)?;
 
@@ -306,6 +301,30 @@ fn read_whole(
         id,
         staged,
     })
+}
+
+/// Opens a staged file of `bytes`; returns its identity and its first `front_bytes`.
+fn read_front(
+    dir: &Dir,
+    name: &str,
+    bytes: u64,
+    front_bytes: u64,
+) -> Result<(FileId, Vec<u8>), CkptError> {
+    let path = dir.path().join(name);
+    let (file, got_bytes) = dir.open_file(name, false)?;
+    if got_bytes != bytes {
+        return Err(CkptError::WrongLength {
+            path,
+            expected_bytes: bytes,
+            got_bytes,
+        });
+    }
+
+    let id = FileId::of(&file).map_err(CkptError::io("examine", &path))?;
+    let mut front = vec![0; front_bytes as usize];
+    file.read_exact_at(&mut front, 0)
+        .map_err(CkptError::io("read", &path))?;
+    Ok((id, front))
 }
 
 /// Checks the first bytes of a staged file and returns their checksum; `described` is the one in the
@@ -338,70 +357,67 @@ fn describe(error: &CkptError) -> String {
 
 impl Complete<'_> {
     /// Publishes the checkpoint in `into`. Refuses if a checkpoint there is of the same or a later
-    /// step, or if there is a checkpoint `newer` than the save.
+    /// step, or if there is a checkpoint `newer` than the save; before any file is linked or copied.
     fn publish(self, into: &Path, newer: Option<&Path>) -> Result<PublishedCheckpoint, CkptError> {
-        let Described {
-            id, description, ..
-        } = self.described;
-
+        let description = &self.described.description;
         let mut options = StoreOptions::default().resumed_runs(description.resumed_runs.clone());
         options.run = description.manifest.run.clone();
         let store = Store::create(into, 0, options)?;
         store.check_runs()?;
+        self.check_newest(&store, newer)?;
 
-        let refused = |why: String| CkptError::NotAssembled {
-            reasons: vec![format!("{id} {why}")],
-        };
-        let published = store.published();
-        let names = published.iter().map(|entry| entry.name.clone());
-        let latest = names.max_by_key(|name| published_step(name));
-        drop(published);
-
-        if let Some(latest) = latest.filter(|name| published_step(name) >= Some(id.step)) {
-            let into = into.display();
-            return Err(refused(format!(
-                "is complete, but {into} has {latest}, of the same or a later step; name a new folder first: \
-                 `{} NEW {into}`",
-                commands().assemble
-            )));
-        }
-
-        if let Some(newer) = newer {
-            return Err(refused(format!(
-                "is complete, but {} was published after it was staged; to take it all the same, name its step: {}",
-                newer.display(),
-                with_function(
-                    &format!("{} {}", commands().assemble_step, id.step),
-                    "zero_ckpt::assemble_step"
-                )
-            )));
-        }
+        let documents = description.documents();
+        store.check_publication(&description.manifest, &documents)?;
 
         // Under names of its own, from which the publication moves them.
-        let own = store.save_id(id.step, 0);
-        let link = |whole: WholeFile| {
-            let dir = &self.list.dirs[whole.dir];
-            let file = own.name(EntryKind::File(whole.staged.rank));
-            dir.link_or_copy(&whole.staged.file, &whole.id, &store.staging, &file)?;
-            Ok(StagedFile {
-                file,
-                save: own,
-                ..whole.staged
-            })
-        };
-        let ranks = self.files.len() as u64;
-        let linked: Result<Vec<_>, _> = self.files.into_iter().map(link).collect();
-        let documents = description.documents();
-        let published = linked.and_then(|staged| {
-            store.publish_manifest(description.manifest, &staged, &documents, description.best)
+        let own = store.save_id(self.described.id.step, 0);
+        let staged: Vec<_> = self.files.iter().map(|file| file.named(own)).collect();
+        let linked = self.files.iter().zip(&staged).try_for_each(|(file, to)| {
+            let dir = &self.list.dirs[file.dir];
+            dir.link_or_copy(&file.staged.file, &file.id, &store.staging, &to.file)
+        });
+        let published = linked.and_then(|()| {
+            let manifest = description.manifest.clone();
+            store.publish_manifest(manifest, &staged, &documents, description.best)
         });
 
         if published.is_err() {
-            for rank in 0..ranks {
-                let _ = store.staging.remove_file(&own.name(EntryKind::File(rank)));
+            for file in &staged {
+                let _ = store.staging.remove_file(&file.file);
             }
         }
         published
+    }
+
+    /// Refuses if `store` has a checkpoint of the same or a later step, or if there is a checkpoint
+    /// `newer` than the save.
+    fn check_newest(&self, store: &Store, newer: Option<&Path>) -> Result<(), CkptError> {
+        let id = self.described.id;
+        let refused = |why: String| CkptError::NotAssembled {
+            reasons: vec![format!("{id} {why}")],
+        };
+
+        let published = store.published();
+        let latest = published
+            .iter()
+            .max_by_key(|entry| published_step(&entry.name));
+        if let Some(latest) = latest.filter(|entry| published_step(&entry.name) >= Some(id.step)) {
+            let into = store.path().display();
+            return Err(refused(format!(
+                "is complete, but {into} has {}, of the same or a later step; name a new folder first: {}",
+                latest.name,
+                commands().assemble_folders_text(&format!("NEW {into}"))
+            )));
+        }
+
+        let Some(newer) = newer else {
+            return Ok(());
+        };
+        Err(refused(format!(
+            "is complete, but {} was published after it was staged; to take it all the same, name its step: {}",
+            newer.display(),
+            commands().assemble_step_text(id.step)
+        )))
     }
 }
 

@@ -10,7 +10,6 @@ use super::meta::{SaveMeta, encode_documents, manifest_without_files, with_files
 use super::records::{Publication, PublishedCheckpoint, StagedFile};
 use super::replace;
 use super::store::{SavePoint, Store};
-use crate::CkptError;
 use crate::format::manifest::{MANIFEST_NAME, Manifest};
 use crate::format::names::{BEST, LATEST, backup_of, random, step_name};
 use crate::format::staged_name::EntryKind;
@@ -18,6 +17,7 @@ use crate::format::tensor_parallel::TENSOR_PARALLEL_JSON;
 use crate::io::dir::Dir;
 use crate::load::catalog::{self, Entry, pointer_line};
 use crate::load::joined::whole_model;
+use crate::{CkptError, ModelSpec};
 
 /// Whether an entry with the name of a checkpoint whose manifest cannot be read, for this reason, is
 /// the checkpoint of nobody: it is damaged, or has no manifest. Not if the disk does not answer, or
@@ -93,20 +93,12 @@ impl Store {
         documents: &[(String, Vec<u8>)],
         best: Option<u64>,
     ) -> Result<PublishedCheckpoint, CkptError> {
-        if let Some(moved) = self.dir.moved() {
-            return Err(moved);
-        }
-        let mut named = documents.iter();
-        let described = named.find(|(name, _)| name == TENSOR_PARALLEL_JSON);
-        let described = described.map(|(_, bytes)| bytes.as_slice());
-        let model = whole_model(&manifest, described, self.dir.path())?;
-        self.check_model(&model)?;
+        let model = self.check_publication(&manifest, documents)?;
         let mut published = self.published();
         let last = published.last().map_or(0, |entry| entry.sequence);
         manifest.sequence = last.saturating_add(1);
         let name = step_name(manifest.step);
         let path = self.dir.path().join(&name);
-        self.check_replaced(&name, &published)?;
         let manifest = with_files(manifest, staged, &path)?;
         self.rename_into_place(&manifest, staged, documents)?;
 
@@ -135,6 +127,28 @@ impl Store {
             best,
             notices: self.take_notices(),
         })
+    }
+
+    /// Checks that a checkpoint of `manifest` may have its name in this directory, as
+    /// [`Store::publish_manifest`] does, and returns its model.
+    ///
+    /// # Errors
+    /// The directory was moved, or has checkpoints of another model or, of this step, of another run.
+    pub(crate) fn check_publication(
+        &self,
+        manifest: &Manifest,
+        documents: &[(String, Vec<u8>)],
+    ) -> Result<ModelSpec, CkptError> {
+        if let Some(moved) = self.dir.moved() {
+            return Err(moved);
+        }
+        let mut named = documents.iter();
+        let described = named.find(|(name, _)| name == TENSOR_PARALLEL_JSON);
+        let described = described.map(|(_, bytes)| bytes.as_slice());
+        let model = whole_model(manifest, described, self.dir.path())?;
+        self.check_model(&model)?;
+        self.check_replaced(&step_name(manifest.step), &self.published())?;
+        Ok(model)
     }
 
     /// Collects the files of the checkpoint of `manifest` in a directory, and renames that to the

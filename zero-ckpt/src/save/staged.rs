@@ -326,10 +326,9 @@ pub(crate) fn newer_staged(path: &Path) -> Option<String> {
         .filter_map(|(id, save)| list.described(*id, save).ok());
     let newer = described.find(|save| list.published_after(save).is_none())?;
     Some(format!(
-        "all files of a newer save of step {} are staged: unless a run is saving right now, `{} {}` makes a checkpoint of \
+        "all files of a newer save of step {} are staged: unless a run is saving right now, {} makes a checkpoint of \
          them",
         newer.id.step,
-        commands().assemble,
-        path.display()
+        commands().assemble_folders_text(&path.display().to_string())
     ))
 }

@@ -25,14 +25,7 @@ use zero_trainer::{
 };
 
 pub(crate) use integration_tests::relative_error;
-use integration_tests::{GPT2, Oracle};
-
-/// A folder in memory if possible: hundreds of synced checkpoints are slow on a disk.
-fn temporary_folder() -> TempDir {
-    tempfile::tempdir_in("/dev/shm")
-        .or_else(|_| tempfile::tempdir())
-        .unwrap()
-}
+use integration_tests::{GPT2, Oracle, temporary_folder};
 
 /// A run of an oracle's model. The default is GPT-2, 2 ranks, stage 3, fp32, 4 steps of one micro-batch of 1 x 32 tokens.
 #[derive(Clone, Debug)]

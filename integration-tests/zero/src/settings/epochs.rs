@@ -22,7 +22,7 @@ pub(crate) fn row_options(
     let recorded = from.recorded.and_then(|run| run.data.rows.as_ref());
     let now = EncoderSource::now().now;
     let recorded_folder = recorded.and_then(|rows| rows.folder.as_ref());
-    let pack = from.settings().all.pack.unwrap_or(false);
+    let pack = from.sources().all.pack.unwrap_or(false);
     let by_epochs = from.args.epochs.is_some() || recorded.is_some();
     RowOptions {
         seq_len,
@@ -133,7 +133,7 @@ pub(crate) fn steps(
         (None, None) if from.recorded.is_none() && data.example_rows().is_some() => {
             Some(DEFAULT_EPOCHS)
         }
-        (None, _) => from.settings().all.epochs,
+        (None, _) => from.sources().all.epochs,
     };
     let Some((epochs, of_epoch)) = epochs.zip(course.pace.steps_of_epoch()) else {
         return Ok(None);

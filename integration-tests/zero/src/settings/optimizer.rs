@@ -11,7 +11,7 @@ use super::schedule;
 use super::sources::{RunSources, Sources};
 use crate::error::CliError;
 
-/// The rules of the optimizer of a run of `steps` steps, without the elements of a launch.
+/// The rules of the optimizer of a run, without the elements of a launch.
 ///
 /// # Errors
 /// A flag for which the schedule has no place.

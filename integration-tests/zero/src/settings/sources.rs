@@ -197,7 +197,7 @@ impl<'a> RunSources<'a> {
     }
 
     /// The settings without those of `zero_optimization`, whose sizes depend on the model.
-    pub(crate) fn settings(&self) -> Sources {
+    pub(crate) fn sources(&self) -> Sources {
         self.with_sizes(None)
     }
 
@@ -246,7 +246,7 @@ impl<'a> RunSources<'a> {
     }
 
     pub(crate) fn dtype(&self) -> DType {
-        let given = self.settings().given.dtype.map(DType::from);
+        let given = self.sources().given.dtype.map(DType::from);
         given.or(self.earlier_dtype()).unwrap_or(DType::F32)
     }
 
@@ -257,7 +257,7 @@ impl<'a> RunSources<'a> {
 
     /// The last step. The default ends within a minute on two slow cores.
     pub(crate) fn steps(&self) -> u64 {
-        let steps = self.epoch_steps.or(self.settings().all.steps);
+        let steps = self.epoch_steps.or(self.sources().all.steps);
         steps.unwrap_or(400)
     }
 
@@ -275,7 +275,7 @@ impl<'a> RunSources<'a> {
 
     /// Whether the run recomputes activations in backward.
     pub(crate) fn checkpoints_activations(&self) -> bool {
-        let settings = self.settings().all;
+        let settings = self.sources().all;
         settings.activation_checkpointing.unwrap_or(false)
     }
 }

@@ -90,7 +90,7 @@ pub(super) fn choose(
         return Ok(None);
     }
     let memory = RankMemory::of(from.args, ranks, device)?;
-    let shares = Shares::new(&from.settings(), ranks)?;
+    let shares = Shares::new(&from.sources(), ranks)?;
     // Its notes are those of the run, which follow.
     let model = ChosenModel::find(from.args, None, ranks, shares.tensor, &mut Vec::new())?;
     let sizes = Sizes::new(from, &model, ranks / shares.ranks_of_batch())?;

@@ -154,7 +154,7 @@ impl ChosenData {
         seq_len: usize,
         notices: &mut Vec<String>,
     ) -> Result<Self, CliError> {
-        let args = &from.settings().all;
+        let args = &from.sources().all;
         let folder = model.folder.as_ref();
         let source = data_source(args, from.recorded, folder, kept)?;
         let tokenizer = source.tokenizer.clone();

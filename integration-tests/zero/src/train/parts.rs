@@ -86,8 +86,8 @@ impl<'a> RunParts<'a> {
     ) -> Result<Self, CliError> {
         let args = from.args;
         let ranks = run.ranks;
-        let all = from.settings().all;
-        let shares = Shares::new(&from.settings(), ranks)?;
+        let all = from.sources().all;
+        let shares = Shares::new(&from.sources(), ranks)?;
         let batches = ranks / shares.ranks_of_batch();
         let model = ChosenModel::find(args, resumed, ranks, shares.tensor, notices)?;
         let sizes = Sizes::new(&from, &model, batches)?;
@@ -211,7 +211,7 @@ impl<'a> RunParts<'a> {
 
     /// The settings that must be equal on all ranks.
     pub(crate) fn agreed(&self, record: &RunRecord) -> Result<RankSettings, CliError> {
-        let recompute_gelu = self.from.settings().all.recompute_gelu;
+        let recompute_gelu = self.from.sources().all.recompute_gelu;
         let recompute_gelu = recompute_gelu.filter(|_| self.run.on_gpus);
         let unrecorded = Unrecorded {
             settings: &self.settings,
@@ -281,7 +281,7 @@ pub(crate) fn first_notices(
 fn idle_flags(from: &RunSources<'_>, run: &Conditions, settings: &Settings) -> Vec<String> {
     let Sources {
         flags, recorded, ..
-    } = from.settings();
+    } = from.sources();
     let no_gpu = (!run.on_gpus).then_some("this run uses no GPU");
     // Those that the recorded run did not have.
     let compares = flags.check_replicas.is_some_and(|steps| steps > 0)
@@ -350,7 +350,7 @@ impl Sizes {
         batches: usize,
     ) -> Result<Self, CliError> {
         let config = &model.config;
-        let settings = from.settings();
+        let settings = from.sources();
         let keys = from.file.map(|file| file.batch).unwrap_or_default();
         let batch = batch::resolve(&settings, keys, batches)?;
         let seq_len = settings.all.seq_len;
@@ -396,7 +396,7 @@ pub(super) fn model_options(
     settings: &Settings,
     on_gpus: bool,
 ) -> Result<ModelOptions, CliError> {
-    let all = from.settings().all;
+    let all = from.sources().all;
     let tensor_ranks = settings.mesh.tensor_ranks.unwrap_or(1);
     let flags = [from.args.partition_activations, from.args.sequence_parallel];
     check_tensor_flags(
@@ -439,7 +439,7 @@ fn recomputes_gelu(
     notices: &mut Vec<String>,
 ) -> bool {
     let Some(gpu) = device else { return false };
-    if let Some(recompute) = from.settings().all.recompute_gelu {
+    if let Some(recompute) = from.sources().all.recompute_gelu {
         return recompute && !options.activation_checkpointing;
     }
     let request =

@@ -97,7 +97,7 @@ impl RunSetup {
 
         let run = from.conditions(ranks, from.stage()?, device.is_some());
 
-        let shares = Shares::new(&from.settings(), ranks)?;
+        let shares = Shares::new(&from.sources(), ranks)?;
         let cuts = shares.tensor > 1;
         let mut notices = parts::first_notices(from.file, resumed, run.stage, cuts);
         notices.extend(auto_stage.map(|auto| auto.why));

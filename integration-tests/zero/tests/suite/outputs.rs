@@ -9,7 +9,9 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::place;
-use crate::support::{data, fails, run_flags, run_tiny, succeeds, temp, tiny, words, zero};
+use crate::support::{
+    data, fails, on_disk, run_flags, run_tiny, succeeds, temp, tiny, words, zero,
+};
 
 fn checkpoints(dir: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(dir) else {
@@ -215,7 +217,7 @@ fn weights_that_are_not_finite_are_named() {
 /// The evaluation takes minutes; the interrupt ends it without a result.
 #[test]
 fn interrupt_ends_an_evaluation() {
-    let dir = temp();
+    let dir = on_disk();
     let tokens = fs::read(data("tokens.u16.bin")).unwrap();
     fs::write(
         dir.path().join("long.bin"),

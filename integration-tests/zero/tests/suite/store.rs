@@ -13,7 +13,7 @@ use zero_ckpt::Reader;
 
 use crate::place;
 use crate::support::{
-    data, fails, lines, losses, run_flags, run_tiny, succeeds, temp, tiny, words, zero,
+    data, fails, lines, losses, on_disk, run_flags, run_tiny, succeeds, temp, tiny, words, zero,
 };
 
 /// The files below `dir` with their contents, without the lock file.
@@ -48,9 +48,10 @@ fn numbers(path: &Path) -> Vec<u64> {
         .collect()
 }
 
-/// A folder with a run of four steps: checkpoints 1 to 4 in `d`, metrics in `m`.
+/// A folder with a run of four steps: checkpoints 1 to 4 in `d`, metrics in `m`. It is on a disk, so
+/// that the command line is tested with direct I/O and syncs, too.
 fn four_steps() -> TempDir {
-    let dir = temp();
+    let dir = on_disk();
     succeeds(&run_flags(
         dir.path(),
         "--steps 4 --checkpoint d --checkpoint-every 1 --metrics m",

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output};
 use std::time::{Duration, Instant};
 
+pub(crate) use integration_tests::temporary_folder as temp;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::Value;
@@ -87,12 +88,7 @@ pub(crate) fn succeeds(output: &Output) -> String {
     out.into_owned()
 }
 
-/// A folder in memory if possible: a run syncs what it writes, which is slow on a disk.
-pub(crate) fn temp() -> TempDir {
-    tempfile::tempdir_in("/dev/shm").unwrap_or_else(|_| on_disk())
-}
-
-/// A folder on a disk, as `nvme:DIR` is.
+/// A folder on a disk, as `nvme:DIR` is; for direct I/O and syncs, and for large files.
 pub(crate) fn on_disk() -> TempDir {
     tempfile::tempdir().unwrap()
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use crate::support::{signal, succeeds, temp, wait_until};
+use crate::support::{on_disk, signal, succeeds, wait_until};
 use crate::{folders, place};
 
 /// A command that tokenizes `text` with the model folder in `dir`, and keeps the tokens in `cache`.
@@ -60,7 +60,7 @@ fn stopped(dir: &Path, words: usize) -> Option<Child> {
 /// A stopped process lives and holds its lock, until it is killed.
 #[test]
 fn parts_of_killed_process_are_removed() {
-    let dir = temp();
+    let dir = on_disk();
     let dir = dir.path();
     folders::write(&dir.join("model"));
     fs::write(dir.join("small.txt"), "w6 w7 w8 w9 ".repeat(100_000)).unwrap();

@@ -1,5 +1,5 @@
 // GELU in its tanh form: x s(2u), u = sqrt(2 / pi) (x + 0.044715 x^3), s the logistic function.
-// Host version: src/ops/gelu.rs. Used where cuBLASLt cannot fuse GELU into the product.
+// Host version: src/ops/activation.rs. Used where cuBLASLt cannot fuse GELU into the product.
 //
 // Elementwise over flat ranges, 8 elements per thread. Streams (bits of `span.wide`): 0 x, 1 y or dy. Grid: any.
 // forward reads x and writes y: 2 n sizeof(T) bytes. backward reads x and dy and writes dy: 3 n sizeof(T) bytes.

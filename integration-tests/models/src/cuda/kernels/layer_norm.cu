@@ -1,11 +1,11 @@
-// Layer normalisation over the last axis, with gain and bias. Host version: src/ops/layer_norm.rs.
+// Layer normalisation over the last axis, with gain and bias. Host version: src/ops/norm.rs.
 //
 // Shapes: x, y, dx, dy [rows, n] and gain, bias [n] in T; stats [rows, 2] fp32 hold mean and 1/std; partials
 // [blocks, sums, n] fp32.
 //
 // A warp computes a row, so rows need no barrier. A lane owns W neighbouring columns (8: n is a multiple of 8; else 1)
 // of each of CHUNKS chunks of 32 W columns, so n <= 32 W CHUNKS. There is a variant for each width of GPT-2 and one up
-// to 4096 (W = 8), and one up to 1024 (W = 1): LAYER_NORM below, repeated in src/cuda/layer_norm.rs.
+// to 4096 (W = 8), and one up to 1024 (W = 1): LAYER_NORM below, repeated in src/cuda/norm.rs.
 //
 // forward reads x and writes y and stats: 2 rows n sizeof(T) bytes. Grid: a warp for each row.
 // backward adds to dx and, unless `normed` is null, writes y again, with the bits of forward: reads dy, x, dx, writes

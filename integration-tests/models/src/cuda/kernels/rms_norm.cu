@@ -1,10 +1,10 @@
 // Division by the root of the mean square over the last axis, with gain (arXiv 1910.07467).
-// Host version: src/ops/rms_norm.rs.
+// Host version: src/ops/norm.rs.
 //
 // Shapes: x, y, dx, dy [rows, n] and gain [n] in T; stats [rows] fp32 hold 1 / rms; partials [blocks, n] fp32.
 //
 // A warp computes a row, as in layer_norm.cu, which has the columns of a lane. Variants: RMS_NORM below, repeated in
-// src/cuda/rms_norm.rs.
+// src/cuda/norm.rs.
 //
 // forward reads x and writes y and stats: 2 rows n sizeof(T) bytes. Grid: a warp for each row.
 // backward adds to dx and, unless `normed` is null, writes y again, with the bits of forward: reads dy, x, dx, writes

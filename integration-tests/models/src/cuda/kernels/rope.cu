@@ -1,5 +1,5 @@
 // Rotary position embedding (arXiv 2104.09864) of queries and keys in place, and the norms of their heads.
-// Host versions: src/ops/rope.rs, src/ops/rms_norm.rs.
+// Host versions: src/ops/rope.rs, src/ops/head_norm.rs.
 //
 // Shapes: qkv, dqkv [rows, width] in T, rows = batch * seq, of which the first `heads` heads of `d` elements are queries
 // and keys, `queries` of them queries; table [seq, d] fp32, the cosines of a position's d / 2 angles, then their sines;

@@ -23,6 +23,7 @@
 mod batch;
 mod block;
 mod buffers;
+mod check;
 mod checkpoints;
 pub(crate) use checkpoints::RING;
 mod head;
@@ -93,7 +94,8 @@ impl GpuDecoder {
     /// Allocates activations for the model from `pool`, first used on `stream`; compiles the
     /// kernels that are not in the user's [`KernelCache`](zero_kernels::cuda::KernelCache), which
     /// takes seconds. The logits of `rows` tokens, or of as many as [`logits_rows`] chooses, are in
-    /// memory at once. The configuration and the options must be valid.
+    /// memory at once. The configuration and the options must be valid, and
+    /// [`DecoderConfig::check_on_gpu`] must have passed.
     ///
     /// # Errors
     /// Sizes that no kernel supports, memory ran out, or NVRTC or cuBLASLt is missing.

@@ -1,5 +1,5 @@
-//! Ranks of tensor parallelism on GPUs: what `decoder/tensor.rs` says of the host, in the type of the
-//! activations, on the stream of the passes.
+//! Ranks of tensor parallelism on GPUs: the host's `decoder/tensor.rs` in the type of the activations, on
+//! the stream of the passes.
 
 use std::ops::Range;
 
