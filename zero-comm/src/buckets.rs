@@ -15,9 +15,9 @@
 //!   producers' streams wait for its last use. The host never waits.
 //!
 //! [`Buckets::reduce_unit`] does all of this for the gradient of a unit: it cuts it into pieces,
-//! each the same range of every rank's shard (`zero_shard::bucket_pieces`), packs each into a bucket
-//! and stores its sum. A caller with other packing chooses the elements of each bucket itself. A
-//! rank keeps its shard of a sum or all of it, as the buckets' [`Reduce`] says.
+//! each the same range of every rank's shard (`zero_shard::bucket_pieces`), packs each into a
+//! bucket and stores its sum. A caller with other packing chooses the elements of each bucket
+//! itself. A rank keeps its shard of a sum or all of it, as the buckets' [`Reduce`] says.
 //!
 //! With one rank, no bucket is needed where the sum has the reduction's dtype or all parts have it:
 //! the compute stream then packs the gradient straight into its destination, with the same single
@@ -553,7 +553,7 @@ impl<D: Device> Filling<D> {
         let got = to.sum.len();
         if got * self.shared.reduce.shards() != self.len() {
             return Err(KernelError::LengthMismatch {
-                what: "reduce_unit: into",
+                what: "reduce_unit: into".into(),
                 expected,
                 got,
             }

@@ -185,6 +185,13 @@ pub enum CommError {
     #[error("{collective}: the sum of the counts exceeds the address space", collective = collective.name())]
     #[serde(skip)]
     CountsTooLarge { collective: Collective },
+    /// The bytes of an encoded shard end within an element of the codec's dtype.
+    #[error(
+        "the wire codec encodes a shard in {bytes} bytes, which the {} bytes of {dtype} do not divide; return another \
+         format or dtype", dtype.size_bytes()
+    )]
+    #[serde(skip)]
+    PartialElement { bytes: usize, dtype: DType },
     /// The number of ranks does not divide the length of a buffer.
     #[error("{collective}: {len} elements are not divisible by {world_size} ranks", collective = collective.name())]
     #[serde(skip)]

@@ -23,7 +23,15 @@ use crate::{Collective, CommError, Communicator, ReduceOp};
 ///
 /// A gathered unit has the decoded values on all ranks alike, that of the shard's owner included.
 /// The shard itself keeps its values, so it must not be a part of the gathered unit.
-pub trait WireCodec: fmt::Debug + Send + Sync {
+///
+/// # Safety
+/// The slices are memory of a pool, which is used again when the call's operations have ended:
+///
+/// - [`encode`](Self::encode) only reads `shard` and only writes `wire`;
+/// - [`decode`](Self::decode) only reads `wire` and only writes `whole`;
+/// - both by the `cast` of that call alone, on these slices or ranges of them;
+/// - no slice is kept.
+pub unsafe trait WireCodec: fmt::Debug + Send + Sync {
     /// The dtype of the elements that collectives transmit.
     fn dtype(&self) -> DType;
 
@@ -153,7 +161,11 @@ impl<D: Device> Gather<D> {
             collective: Collective::AllGather,
         };
         let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
-        let len = bytes.ok_or(too_large)? / dtype.size_bytes();
+        let bytes = bytes.ok_or(too_large)?;
+        if !bytes.is_multiple_of(dtype.size_bytes()) {
+            return Err(CommError::PartialElement { bytes, dtype });
+        }
+        let len = bytes / dtype.size_bytes();
         let ranks = self.comm.world_size();
         let mut block = pool.allocate(len * ranks, dtype, Purpose::Buckets, stream)?;
         // SAFETY: only this stream uses the block, and it is recorded before the block is dropped.

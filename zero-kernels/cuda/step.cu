@@ -66,6 +66,7 @@ struct StepRecord {
 
 static_assert(sizeof(RankStats) == 40 && sizeof(StepConfig) == 64, "as on the host");
 static_assert(sizeof(StepState) == 56 && sizeof(StepRecord) == 104, "as on the host");
+static_assert(sizeof(StepRates) == 32 && sizeof(StepScalars) == 32, "as on the host");
 
 #define NONE 0xffffffffffffffffull
 #define HALT_AT_MINIMUM 1

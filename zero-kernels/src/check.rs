@@ -4,17 +4,21 @@
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice};
 
 use crate::codec::Codec;
-use crate::error::KernelError;
+use crate::error::{Argument, KernelError};
 use crate::kernels::{AdvanceArgs, Segments};
 use crate::rule::{UpdateArgs, UpdateRule, Weights};
 use crate::step::{GradStats, RankStats};
 
-pub(crate) fn same_len(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
+pub(crate) fn same_len(
+    what: impl Into<Argument>,
+    expected: usize,
+    got: usize,
+) -> Result<(), KernelError> {
     if expected == got {
         Ok(())
     } else {
         Err(KernelError::LengthMismatch {
-            what,
+            what: what.into(),
             expected,
             got,
         })
@@ -32,7 +36,7 @@ pub(crate) fn float(what: &'static str, dtype: DType) -> Result<(), KernelError>
 /// The address range of an argument.
 #[derive(Clone, Copy)]
 struct Extent {
-    what: &'static str,
+    what: Argument,
     elems: usize,
     device: DeviceId,
     start: usize,
@@ -41,12 +45,12 @@ struct Extent {
 }
 
 impl Extent {
-    fn any(what: &'static str, slice: AnySlice) -> Self {
+    fn any(what: impl Into<Argument>, slice: AnySlice) -> Self {
         let start = slice.as_ptr() as usize;
         let align_bytes = slice.dtype().size_bytes();
         let end = start.saturating_add(slice.len_bytes());
         Self {
-            what,
+            what: what.into(),
             elems: slice.len(),
             device: slice.device(),
             start,
@@ -55,12 +59,12 @@ impl Extent {
         }
     }
 
-    fn typed<T>(what: &'static str, slice: DeviceSlice<T>) -> Self {
+    fn typed<T>(what: impl Into<Argument>, slice: DeviceSlice<T>) -> Self {
         let start = slice.as_ptr() as usize;
         let elems = slice.len();
         let end = start.saturating_add(elems.saturating_mul(size_of::<T>()));
         Self {
-            what,
+            what: what.into(),
             elems,
             device: slice.device(),
             start,
@@ -88,7 +92,7 @@ fn check_extents(device: DeviceId, written: &[Extent], read: &[Extent]) -> Resul
     for e in written.iter().chain(read) {
         if !device.accesses(e.device) && e.elems > 0 {
             return Err(DeviceError::AnotherDevice {
-                what: e.what,
+                what: e.what.without_slot(),
                 expected: device,
                 got: e.device,
             }
@@ -143,7 +147,7 @@ pub(crate) fn update(
     let slots = rule.slots(Codec::Fp32);
     same_len("update: slots", slots.len(), args.slots.len())?;
     let slots = slots.iter().zip(&args.slots);
-    written.extend(slots.map(|(slot, memory)| Extent::typed(slot.name, *memory)));
+    written.extend(slots.map(|(slot, memory)| Extent::typed(Argument::Slot(slot.name), *memory)));
 
     let read = [
         Extent::any("update: grad", args.grad),

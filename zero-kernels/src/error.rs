@@ -1,6 +1,42 @@
 //! The errors of operations.
 
+use std::fmt;
+
 use zero_alloc::device::DeviceError;
+
+/// An argument of an operation, as errors name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Argument {
+    /// The operation and the argument.
+    Named(&'static str),
+    /// The slot of this name, of an update.
+    Slot(&'static str),
+}
+
+impl Argument {
+    /// The operation and the argument, without the name of a slot.
+    pub(crate) const fn without_slot(self) -> &'static str {
+        match self {
+            Self::Named(name) => name,
+            Self::Slot(_) => "update: slots",
+        }
+    }
+}
+
+impl From<&'static str> for Argument {
+    fn from(name: &'static str) -> Self {
+        Self::Named(name)
+    }
+}
+
+impl fmt::Display for Argument {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Named(name) => f.write_str(name),
+            Self::Slot(name) => write!(f, "update: {name}"),
+        }
+    }
+}
 
 /// An error that kept an operation from being enqueued.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -11,7 +47,7 @@ pub enum KernelError {
     #[error("{what}: expected {expected} elements, got {got}")]
     LengthMismatch {
         /// The operation and argument.
-        what: &'static str,
+        what: Argument,
         expected: usize,
         /// Elements of the argument.
         got: usize,
@@ -27,7 +63,7 @@ pub enum KernelError {
     #[error("{what}: address {address:#x} is not a multiple of {align_bytes} bytes")]
     Misaligned {
         /// The operation and argument.
-        what: &'static str,
+        what: Argument,
         /// The slice's first byte.
         address: usize,
         /// The alignment of an element.
@@ -37,9 +73,9 @@ pub enum KernelError {
     #[error("{first} and {second} overlap")]
     Overlap {
         /// The operation and the written argument.
-        first: &'static str,
+        first: Argument,
         /// The other argument.
-        second: &'static str,
+        second: Argument,
     },
     /// A part of a unit starts before the end of the one before it.
     #[error(

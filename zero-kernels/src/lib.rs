@@ -15,7 +15,7 @@ pub mod step;
 mod transcode;
 
 pub use codec::{Codec, join, split};
-pub use error::KernelError;
+pub use error::{Argument, KernelError};
 pub use float::Float;
 pub use kernels::{AdvanceArgs, Kernels, Segments};
 pub use rule::{

@@ -1,15 +1,15 @@
 //! The contract of an optimizer's update rule.
 //!
-//! A rule declares which arrays of state it keeps beside the weights ([`Slot`]) and the scalars of a
-//! step ([`UpdateRule::scalars`]), and computes an update of a flat range: on the host a function
+//! A rule declares which arrays of state it keeps beside the weights ([`Slot`]) and the scalars of
+//! a step ([`UpdateRule::scalars`]), and computes an update of a flat range: on the host a function
 //! over Rust slices ([`UpdateRule::update`]), on CUDA a kernel of this crate
 //! ([`UpdateRule::cuda_kernel`]). All else is common to all rules: gradient sums, the decision of a
 //! step, clipping, loss scale, masters, places of state, checkpoints.
 //!
 //! To add one, write a folder like `rules/adam`: the rule, its kernel, and a line each in
-//! `rules/mod.rs` and `cuda/source.rs`. A kernel's parameters are, in this order: the master weights,
-//! or the parameter and its remainder; the slots; the gradient; the parameter to write, if the
-//! master is another array; `const StepScalars *`; a struct with the words of
+//! `rules/mod.rs` and `cuda/source.rs`. A kernel's parameters are, in this order: the master
+//! weights, or the parameter and its remainder; the slots; the gradient; the parameter to write, if
+//! the master is another array; `const StepScalars *`; a struct with the words of
 //! [`CudaKernel::new`]'s constants; `Span`.
 
 use std::fmt;
@@ -158,8 +158,8 @@ pub enum Weights {
     },
 }
 
-/// The arguments of [`Kernels::update`](crate::Kernels::update); all slices but the scalars have the
-/// same length.
+/// The arguments of [`Kernels::update`](crate::Kernels::update); all slices but the scalars have
+/// the same length.
 #[derive(Clone, Debug)]
 pub struct UpdateArgs {
     /// The weights.
@@ -263,8 +263,8 @@ impl UpdateArgs {
     /// The arguments as Rust slices.
     ///
     /// # Safety
-    /// As for [`DeviceSlice::as_host_mut`] of each: host memory, disjoint, and nothing else accesses
-    /// it meanwhile.
+    /// As for [`DeviceSlice::as_host_mut`] of each: host memory, disjoint, and nothing else
+    /// accesses it meanwhile.
     pub(crate) unsafe fn as_host<'a>(
         &self,
         scalars: StepScalars,
@@ -332,8 +332,8 @@ pub struct CudaKernel {
 }
 
 impl CudaKernel {
-    /// The kernel `entry` of the file `source`, whose parameters are those of `form` and a struct of
-    /// the words `constants`. tests/nvrtc.rs compares them with the compiled kernel.
+    /// The kernel `entry` of the file `source`, whose parameters are those of `form` and a struct
+    /// of the words `constants`. tests/nvrtc.rs compares them with the compiled kernel.
     pub(crate) const fn new(
         form: UpdateForm,
         source: &'static str,

@@ -18,9 +18,8 @@
 //! A non-finite gradient on any rank skips the step on all ranks. The loss scale follows
 //! DeepSpeed's `DynamicLossScaler` (0.19.8):
 //!
-//! - **overflow**: at hysteresis 1 the scale halves, but not below the minimum; above 1 the
-//!   hysteresis is reduced by
-//!   1. With a hysteresis of 0 in the settings the scale never halves.
+//! - **overflow**: at hysteresis 1 the scale halves, but not below the minimum; a higher hysteresis
+//!   decreases by one. With a hysteresis of 0 in the settings the scale never halves.
 //! - **good step**: after `window` good steps since the last overflow, and every `window` after
 //!   that, the scale doubles and the hysteresis is reset. With `consecutive_hysteresis` every good
 //!   step resets it.
@@ -166,7 +165,7 @@ pub struct StepState {
     pub iteration: u64,
     /// The iteration after the last overflow; 0 before the first.
     pub since: u64,
-    /// Steps applied: Adam's `t` before the next step.
+    /// Steps applied: the update rule's `t` before the next step.
     pub adam_steps: u64,
     /// Position of the learning-rate schedule.
     pub schedule_position: u64,

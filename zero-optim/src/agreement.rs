@@ -7,7 +7,8 @@
 //!
 //! ```text
 //! all ranks                 whether they could start, and 8 bytes of hash
-//! if the hashes differ      the settings of two ranks, or the error of the rank that failed; nothing from the others
+//! if the hashes differ      the settings of two ranks, or the error of the rank that failed;
+//!                           nothing from the others
 //! ```
 //!
 //! Most ranks are right: the *reference* is the lowest rank of the largest group with equal
@@ -373,6 +374,7 @@ impl<D: Device> ShardedOptimizer<D> {
         settings.push("home of the state", state.home());
         let Resolved {
             rules,
+            update_of,
             assigned,
             updates,
             // Derived from the rules.
@@ -387,6 +389,13 @@ impl<D: Device> ShardedOptimizer<D> {
         }
         push_config(&mut settings, controller.config());
         settings.push("rules of groups", format!("{rules:?}"));
+        if updates.len() > 1 {
+            for (group, update) in update_of.iter().enumerate() {
+                let Some(nth) = update else { continue };
+                let name = format!("update rule of group {group}");
+                settings.push(name, format!("{} ({nth})", updates[*nth].rule.name()));
+            }
+        }
         for (name, group) in assigned {
             settings.push(format!("group of {name}"), group);
         }

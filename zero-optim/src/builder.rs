@@ -8,6 +8,7 @@ use zero_alloc::host::HostDevice;
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::{SwapFile, SwapRing};
 use zero_alloc::{Pool, Purpose};
+use zero_kernels::step::{GradStats, StepScalars};
 use zero_kernels::{Kernels, UpdateRule};
 
 use crate::controller::{OptimizerConfig, StepController};
@@ -16,6 +17,11 @@ use crate::groups::Resolved;
 use crate::pieces::{Pieces, view};
 use crate::segments::check_segments;
 use crate::{OptimError, ParamGroups, Segment, ShardedOptimizer};
+
+/// Elements of fp64 that a [`GradStats`] takes, of which there is one per unit.
+const GRAD_STATS_ELEMS: usize = size_of::<GradStats>() / size_of::<f64>();
+/// Elements of fp32 that a [`StepScalars`] takes, of which there is one per set of rates.
+const STEP_SCALARS_ELEMS: usize = size_of::<StepScalars>() / size_of::<f32>();
 
 /// Makes the state of an optimizer away from the device's memory.
 type MakeOffloaded<D> = Box<dyn FnOnce(&Offload<'_, D>) -> Result<Pieces<D>, OptimError>>;
@@ -109,8 +115,8 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
     ///
     /// [`Masters::Remainder`], for bf16 parameters: masters as a 16-bit remainder beside each
     /// parameter, 10 bytes of Adam's state an element in place of 12, and 26 bytes of traffic an
-    /// update in place of 28. Parameter and remainder together have the bits of the fp32 master, and
-    /// its updates are the same; checkpoints load into either.
+    /// update in place of 28. Parameter and remainder together have the bits of the fp32 master,
+    /// and its updates are the same; checkpoints load into either.
     ///
     /// The parameter is the master rounded to nearest, as without remainders, but a master exactly
     /// halfway between two parameters rounds away from zero and not to even. To even is impossible:
@@ -150,7 +156,7 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
         let one_group = ParamGroups::default();
         let groups = self.groups.unwrap_or(&one_group);
         let rule = self.rule.unwrap_or_else(|| config.rule());
-        let arrays = groups.arrays(&*rule, param_dtype, self.format);
+        let arrays = groups.arrays(&*rule, param_dtype, self.format)?;
         let elems = check_segments(&segments)?;
         let groups = groups.resolve(config, &rule, &arrays, &segments, elems)?;
         let sub_group_elems = config.sub_group_elems;
@@ -182,10 +188,9 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
             controller,
             format: self.format,
             param_dtype,
-            // The sizes of a `GradStats` per unit and of a `StepScalars` per set of rates.
-            stats: workspace(2 * segments.len(), DType::F64)?,
+            stats: workspace(GRAD_STATS_ELEMS * segments.len(), DType::F64)?,
             stats_scratch: workspace(scratch_elems, DType::F64)?,
-            scalars: workspace(8 * groups.rates.len(), DType::F32)?,
+            scalars: workspace(STEP_SCALARS_ELEMS * groups.rates.len(), DType::F32)?,
             device_steps: None,
             names: segments.iter().map(|s| s.name.clone()).collect(),
             segments,
@@ -204,8 +209,8 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
 impl OptimizerBuilder<'_, HostDevice> {
     /// For a host that updates in place of a device (ZeRO-Offload, arXiv 2101.06840): state in
     /// pieces in host memory or on NVMe. Gradients and parameters are in host memory, which may be
-    /// pinned. On NVMe the update of a unit is a pipeline of transfers and launches, with the bits of
-    /// the update in memory unless the format rounds.
+    /// pinned. On NVMe the update of a unit is a pipeline of transfers and launches, with the bits
+    /// of the update in memory unless the format rounds.
     pub fn offload(mut self, home: StateHome) -> Self {
         self.offloaded = Some(Box::new(move |of: &Offload<'_, HostDevice>| {
             Pieces::offloaded(

@@ -10,12 +10,12 @@ use zero_kernels::{KernelError, SettingError};
 #[non_exhaustive]
 pub enum OptimError {
     /// A setting is outside its range.
-    #[error("{setting} is {value}; it must be {rule}")]
+    #[error("{setting} is {value}; it must be {range}")]
     Setting {
         /// The setting's name.
         setting: &'static str,
         value: f64,
-        rule: &'static str,
+        range: &'static str,
     },
     /// No kernel updates parameters of this dtype.
     #[error("parameters of {dtype} cannot be trained; use fp32, bf16 or fp16")]
@@ -185,6 +185,14 @@ pub enum OptimError {
     /// A slot whose format launches cannot use as it is stored.
     #[error("{slot} in another format than fp32 needs an optimizer that is offloaded")]
     SlotOnDevice { slot: &'static str },
+    /// A slot of an update rule that an optimizer cannot keep.
+    #[error("slot {slot} of the update rule {rule} {reason}")]
+    Slot {
+        rule: &'static str,
+        slot: &'static str,
+        /// What is wrong with it, and what to do.
+        reason: &'static str,
+    },
     /// An update rule that needs whole parameters.
     #[error("the update rule {rule} needs whole parameters, which is not supported yet")]
     Grain { rule: &'static str },
@@ -225,7 +233,7 @@ impl From<SettingError> for OptimError {
         Self::Setting {
             setting: error.setting,
             value: error.value,
-            rule: error.range,
+            range: error.range,
         }
     }
 }
@@ -236,7 +244,7 @@ impl OptimError {
         holds: bool,
         setting: &'static str,
         value: f64,
-        rule: &'static str,
+        range: &'static str,
     ) -> Result<(), Self> {
         if holds {
             Ok(())
@@ -244,7 +252,7 @@ impl OptimError {
             Err(Self::Setting {
                 setting,
                 value,
-                rule,
+                range,
             })
         }
     }

@@ -16,6 +16,8 @@ use zero_alloc::device::DType;
 use zero_alloc::swap::SwapOptions;
 use zero_kernels::{Codec, Slot, UpdateRule};
 
+use crate::OptimError;
+
 /// Lengths and offsets of pieces in bytes are multiples of this one.
 pub(crate) const PIECE_ALIGN_BYTES: usize = 4096;
 /// The parts of a piece start at multiples of this one.
@@ -67,8 +69,8 @@ pub enum Masters {
     /// fp32.
     #[default]
     Fp32,
-    /// bf16 parameters with a 16-bit remainder: the same masters. The parameter is the master rounded
-    /// to nearest, ties away from zero; without remainders ties go to even.
+    /// bf16 parameters with a 16-bit remainder: the same masters. The parameter is the master
+    /// rounded to nearest, ties away from zero; without remainders ties go to even.
     Remainder,
 }
 
@@ -79,10 +81,10 @@ pub enum Moments {
     /// fp32.
     #[default]
     Fp32,
-    /// bf16, rounded stochastically, for an optimizer that is offloaded: to nearest, a second moment
-    /// would not fall, since a step changes it by less than half a unit in the last place. The
-    /// random bits follow from the step and the place in this rank's state, so a run has the same
-    /// bits again, but other bits at another stage, with other ranks or other frozen elements.
+    /// bf16, rounded stochastically, for an optimizer that is offloaded: to nearest, a second
+    /// moment would not fall, since a step changes it by less than half a unit in the last place.
+    /// The random bits follow from the step and the place in this rank's state, so a run has the
+    /// same bits again, but other bits at another stage, with other ranks or other frozen elements.
     Bf16,
 }
 
@@ -180,8 +182,8 @@ impl StateKind {
     }
 }
 
-/// The arrays of an optimizer's state: the masters, and the slots of its update rules. Every formula
-/// of their memory asks them.
+/// The arrays of an optimizer's state: the masters, and the slots of its update rules. Every
+/// formula of their memory asks them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateArrays {
     /// `None`: the parameters are the masters.
@@ -190,8 +192,8 @@ pub struct StateArrays {
 }
 
 impl StateArrays {
-    /// The arrays of `rules`, in `format`, for parameters of `param_dtype`. An element has all slots
-    /// that any rule has; rules share those of one name.
+    /// The arrays of `rules`, in `format`, for parameters of `param_dtype`. An element has all
+    /// slots that any rule has; rules share those of one name.
     pub fn new<'a>(
         rules: impl IntoIterator<Item = &'a dyn UpdateRule>,
         param_dtype: DType,
@@ -212,6 +214,41 @@ impl StateArrays {
             (_, Masters::Remainder) => Some(Codec::Remainders),
         };
         Self { masters, slots }
+    }
+
+    /// Checks the slots that `rules` declare for averages in this format.
+    pub(crate) fn check<'a>(
+        rules: impl IntoIterator<Item = &'a dyn UpdateRule>,
+        averages: Codec,
+    ) -> Result<(), OptimError> {
+        let mut of_others: Vec<Slot> = Vec::new();
+        for rule in rules {
+            let slots = rule.slots(averages);
+            for (nth, slot) in slots.iter().enumerate() {
+                let is_slot = |other: &Slot| other.name == slot.name;
+                let differs = |other: &Slot| is_slot(other) && other.codec != slot.codec;
+
+                let reason = if slot.name == StateKind::Master.name() {
+                    "has the name of the master weights: choose another name"
+                } else if slot.codec == Codec::Remainders {
+                    "is in the format of remainders, which only masters have: use the codec that `slots` is passed, or fp32"
+                } else if slots[..nth].iter().any(is_slot) {
+                    "is declared twice: give each slot its own name"
+                } else if of_others.iter().any(differs) {
+                    "has another format than the slot of this name of another rule, with which it shares memory: use one \
+                     format, or another name"
+                } else {
+                    continue;
+                };
+                return Err(OptimError::Slot {
+                    rule: rule.name(),
+                    slot: slot.name,
+                    reason,
+                });
+            }
+            of_others.extend(slots);
+        }
+        Ok(())
     }
 
     /// Bytes of the state of `elems` elements, without the parameters themselves.

@@ -3,8 +3,8 @@
 //!
 //! Groups share one loss scale, one decision, one norm and one state. The *elements* are those of
 //! all segments, end to end. Runs map ranges of them to groups; neighbours with equal rules become
-//! one **piece**, and each piece is a launch or a part of one. Update rules are element-wise, so the
-//! cuts do not change the results.
+//! one **piece**, and each piece is a launch or a part of one. Update rules are element-wise, so
+//! the cuts do not change the results.
 //!
 //! Why not an optimizer for each group: those have several loss scales that must agree, votes on a
 //! skipped step to merge, and state that no checkpoint takes as one. Here each distinct set of
@@ -34,8 +34,8 @@ pub struct GroupRules {
     /// Weight decay; `None`: that of the optimizer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
-    /// Decay rates of the update rule, at all positions of the schedule; `None`: those of the optimizer or its
-    /// schedule.
+    /// Decay rates of the update rule, at all positions of the schedule; `None`: those of the
+    /// optimizer or its schedule.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub betas: Option<[f64; 2]>,
     /// If false, the elements are frozen: no state, no update, and their gradients are left out of
@@ -224,8 +224,11 @@ impl GroupUpdate {
 /// The pieces of all units, and the distinct rules.
 #[derive(Clone, Debug)]
 pub(crate) struct Resolved {
-    /// The rules of each group, and the group of each parameter by name, if it is known.
+    /// The rules of each group.
     pub(crate) rules: Vec<GroupRules>,
+    /// The position in `updates` of the update rule of each group; `None` if it is frozen.
+    pub(crate) update_of: Vec<Option<usize>>,
+    /// The group of each parameter by name, if it is known.
     pub(crate) assigned: Vec<(String, usize)>,
     /// The pieces of each unit.
     pub(crate) pieces: Vec<Vec<Piece>>,
@@ -262,8 +265,8 @@ impl ParamGroups {
         self
     }
 
-    /// Sets `assigned`, so that [`ShardedOptimizer::agree`](crate::ShardedOptimizer::agree) compares the
-    /// group of each parameter.
+    /// Sets `assigned`, so that [`ShardedOptimizer::agree`](crate::ShardedOptimizer::agree)
+    /// compares the group of each parameter.
     #[must_use]
     pub fn assigned(mut self, groups: impl IntoIterator<Item = (String, usize)>) -> Self {
         self.assigned = groups.into_iter().collect();
@@ -278,15 +281,17 @@ impl ParamGroups {
             .len()
     }
 
-    /// The arrays of state for these groups and the optimizer's own rule.
+    /// The arrays of state for these groups and the optimizer's own rule, whose slots it checks.
     pub(crate) fn arrays(
         &self,
         own: &dyn UpdateRule,
         param_dtype: DType,
         format: StateFormat,
-    ) -> StateArrays {
+    ) -> Result<StateArrays, OptimError> {
         let others = self.updates.iter().map(|(_, rule)| &**rule);
-        StateArrays::new(std::iter::once(own).chain(others), param_dtype, format)
+        let rules = std::iter::once(own).chain(others);
+        StateArrays::check(rules.clone(), format.moments.codec())?;
+        Ok(StateArrays::new(rules, param_dtype, format))
     }
 
     /// Checks the rules of groups, whose runs have `groups` groups.
@@ -378,6 +383,14 @@ impl ParamGroups {
             let rule = self.update_of(group, own_rule);
             let known = rules.betas.is_none() || rule.betas().is_some();
             OptimError::check(known, "betas", beta, "unset: the update rule has none")?;
+
+            let cycles = rules.trainable && config.schedule.betas(0).is_some();
+            OptimError::check(
+                !cycles || rule.betas().is_some(),
+                "cycle_momentum",
+                1.0,
+                "false: the update rule of a group has no betas for the schedule to cycle",
+            )?;
         }
         let distinct = self.distinct(rules, own_rule, config);
         let mut cutter = Cutter {
@@ -391,8 +404,10 @@ impl ParamGroups {
             .map(|segment| cutter.pieces_of(segment))
             .collect();
 
+        let update_of = |launch: &Option<usize>| launch.map(|at| distinct.launches[at].update);
         Ok(Resolved {
             rules: rules.to_vec(),
+            update_of: distinct.launch_of.iter().map(update_of).collect(),
             assigned: self.assigned.clone(),
             pieces,
             launch_rules: distinct.launches,
@@ -558,7 +573,7 @@ mod tests {
     ) -> Result<Resolved, OptimError> {
         let config = OptimizerConfig::default();
         let own = config.rule();
-        let arrays = groups.arrays(&*own, DType::F32, StateFormat::default());
+        let arrays = groups.arrays(&*own, DType::F32, StateFormat::default())?;
         groups.resolve(&config, &own, &arrays, segments, elems)
     }
 

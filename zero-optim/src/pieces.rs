@@ -14,8 +14,8 @@
 //! | slots in fp32 | 4 x the elements of the largest piece each | `Workspace` | slots that are decoded ([`Codec::is_decoded`](zero_kernels::Codec::is_decoded)) |
 //!
 //! Why a piece is read and written whole: masters and slots together are one list of requests and
-//! one buffer, updated in place, 12 bytes an element of Adam each way (6 in the smaller formats). DeepSpeed
-//! moves the gradient with them, 16 bytes; here the caller has it.
+//! one buffer, updated in place, 12 bytes an element of Adam each way (6 in the smaller formats).
+//! DeepSpeed moves the gradient with them, 16 bytes; here the caller has it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -162,8 +162,8 @@ pub(crate) struct Overlap {
 }
 
 impl<D: Device> Pieces<D> {
-    /// State of `elems` elements in memory of the device. Enqueues zeroing the slots, which launches
-    /// use as they are stored.
+    /// State of `elems` elements in memory of the device. Enqueues zeroing the slots, which
+    /// launches use as they are stored.
     pub(crate) fn on_device(
         pool: &Pool<D>,
         kernels: Arc<dyn Kernels<D>>,
@@ -314,20 +314,33 @@ impl<D: Device> Pieces<D> {
                 let PieceRange { state, at } = &places[overlap.index];
                 let bytes = self.arrays.parts(state.len()).bytes;
                 let memory = view(block).slice(*at..at + bytes);
-                decoder.piece(state.clone(), memory, None, access)
+                match access {
+                    Access::Read(array) => {
+                        let bytes = part_bytes(&self.arrays, state, &overlap.both, array);
+                        let memory = memory.slice(bytes);
+                        decoder.array(overlap.both.clone(), memory, None, array)
+                    }
+                    Access::Update { seed } => decoder.piece(state.clone(), memory, None, seed),
+                }
             }
             #[cfg(target_os = "linux")]
             Home::File { places, ring } => {
                 let state = places[overlap.index].state.clone();
-                if let Access::Read(array) = access {
-                    let bytes = part_bytes(&self.arrays, &state, &overlap.both, array);
-                    let held = ring.acquire_range(stream, overlap.index, bytes)?;
-                    return decoder.array(overlap.both.clone(), held, array);
+                match access {
+                    Access::Read(array) => {
+                        let bytes = part_bytes(&self.arrays, &state, &overlap.both, array);
+                        let held = ring.acquire_range(stream, overlap.index, bytes)?;
+                        // SAFETY: used by operations of `stream`, until the piece is released.
+                        let memory = unsafe { held.bytes() };
+                        decoder.array(overlap.both.clone(), memory, Some(held), array)
+                    }
+                    Access::Update { seed } => {
+                        let held = ring.acquire(stream, overlap.index, SwapAccess::Update)?;
+                        // SAFETY: used by operations of `stream`, until the piece is released.
+                        let memory = unsafe { held.bytes() };
+                        decoder.piece(state, memory, Some(held), seed)
+                    }
                 }
-                let held = ring.acquire(stream, overlap.index, SwapAccess::Update)?;
-                // SAFETY: used by operations of `stream`, until the piece is released.
-                let memory = unsafe { held.bytes() };
-                decoder.piece(state, memory, Some(held), access)
             }
         }
     }
@@ -498,13 +511,13 @@ struct Decoder<'a, D: Device> {
 }
 
 impl<D: Device> Decoder<'_, D> {
-    /// A piece, whose bytes are `memory`.
+    /// A piece to update, whose bytes are `memory`.
     fn piece<'h>(
         &self,
         state: Range<usize>,
         memory: AnySlice,
         held: Option<InFile<'h, D>>,
-        access: Access,
+        seed: Option<u64>,
     ) -> Result<HeldPiece<'h, D>, OptimError> {
         let elems = state.len();
         let parts = self.arrays.parts(elems);
@@ -519,14 +532,11 @@ impl<D: Device> Decoder<'_, D> {
             of_slots.push((slot.codec, memory));
         }
 
-        let encoding = match access {
-            Access::Update { seed } => Some(Encoding {
-                kernels: Arc::clone(self.kernels),
-                stream: self.stream.clone(),
-                stored: of_slots,
-                seed,
-            }),
-            Access::Read(_) => None,
+        let encoding = Encoding {
+            kernels: Arc::clone(self.kernels),
+            stream: self.stream.clone(),
+            stored: of_slots,
+            seed,
         };
         Ok(HeldPiece {
             piece: PieceState {
@@ -534,22 +544,20 @@ impl<D: Device> Decoder<'_, D> {
                 masters: MasterSlice::stored(masters, of_masters),
                 slots,
             },
-            is_written: encoding.is_some(),
-            encoding,
+            is_written: true,
+            encoding: Some(encoding),
             held,
         })
     }
 
-    /// The elements `state` of one array, which alone were read from a file.
-    #[cfg(target_os = "linux")]
+    /// The elements `state` of one array to read, whose bytes are `bytes`.
     fn array<'h>(
         &self,
         state: Range<usize>,
-        held: HeldPart<'h, D>,
+        bytes: AnySlice,
+        held: Option<InFile<'h, D>>,
         array: Array,
     ) -> Result<HeldPiece<'h, D>, OptimError> {
-        // SAFETY: used by operations of the stream, until the piece is released.
-        let bytes = unsafe { held.bytes() };
         let (masters, values) = match array {
             Array::Masters => {
                 let codec = self.arrays.masters();
@@ -569,7 +577,7 @@ impl<D: Device> Decoder<'_, D> {
                 slots: vec![values; self.arrays.slots().len()],
             },
             encoding: None,
-            held: Some(held),
+            held,
             is_written: false,
         })
     }
@@ -587,7 +595,6 @@ impl<D: Device> Decoder<'_, D> {
 }
 
 /// The bytes of the elements `range` of one array, from the start of the piece `state`.
-#[cfg(target_os = "linux")]
 fn part_bytes(
     arrays: &StateArrays,
     state: &Range<usize>,

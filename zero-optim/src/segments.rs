@@ -186,7 +186,7 @@ pub(crate) fn check_segments(segments: &[Segment]) -> Result<usize, OptimError> 
     Ok(end)
 }
 
-/// One launch of Adam: a range of the state, and its slices.
+/// One launch of an update rule: a range of the state, and its slices.
 #[derive(Clone, Debug)]
 pub(crate) struct Launch {
     pub(crate) state: Range<usize>,

@@ -192,11 +192,16 @@ impl MemoryModel {
         }
     }
 
-    /// Returns the bytes of a rank that keeps `state`.
+    /// Returns the bytes of a rank that keeps `state` and updates `updated_elems` elements
+    /// ([`Layout::updated_elems`](crate::Layout::updated_elems)).
     ///
     /// # Errors
     /// Parameters that are not sharded are placed off the device, or a sum does not fit 64 bits.
-    pub fn footprint(&self, state: &StateBytes) -> Result<Footprint, ShardError> {
+    pub fn footprint(
+        &self,
+        state: &StateBytes,
+        updated_elems: u64,
+    ) -> Result<Footprint, ShardError> {
         let stage = self.stage.number();
         if self.placement.params != Tier::Device && !self.stage.shards_params() {
             return Err(ShardError::NotSharded {
@@ -206,14 +211,9 @@ impl MemoryModel {
             });
         }
 
-        // The elements that the rank updates.
-        let updated = state
-            .optimizer_bytes
-            .checked_div(self.widths.optimizer_bytes)
-            .unwrap_or(0);
         let grads_bytes = match self.placement.grads {
             Tier::Device => state.grads_bytes,
-            _ => product(WHAT, &[updated, self.widths.grad_bytes])?,
+            _ => product(WHAT, &[updated_elems, self.widths.grad_bytes])?,
         };
 
         let state = StateBytes {
@@ -231,7 +231,7 @@ impl MemoryModel {
         };
 
         let device = self.device_bytes(on(Tier::Device))?;
-        let host = self.host_bytes(on(Tier::Host), updated)?;
+        let host = self.host_bytes(on(Tier::Host), updated_elems)?;
         let nvme = TierBytes {
             state: on(Tier::Nvme),
             ..TierBytes::default()
@@ -270,8 +270,8 @@ impl MemoryModel {
         })
     }
 
-    /// The host's bytes, of which `state` is the state, for a rank that updates `updated` elements.
-    fn host_bytes(&self, state: StateBytes, updated: u64) -> Result<TierBytes, ShardError> {
+    /// The host's bytes, of which `state` is the state.
+    fn host_bytes(&self, state: StateBytes, updated_elems: u64) -> Result<TierBytes, ShardError> {
         let widths = &self.widths;
         let placement = &self.placement;
         let through_host = |tier: Tier, factors: &[u64]| match tier {
@@ -299,7 +299,7 @@ impl MemoryModel {
         ];
         let copies_bytes = match (placement.params, placement.optimizer) {
             (Tier::Device, Tier::Host | Tier::Nvme) => {
-                product(WHAT, &[updated, widths.param_bytes])?
+                product(WHAT, &[updated_elems, widths.param_bytes])?
             }
             _ => 0,
         };

@@ -91,4 +91,13 @@ impl Layout {
     pub fn state_bytes(&self, stage: ZeroStage, widths: &Widths) -> Result<StateBytes, ShardError> {
         StateBytes::of(stage, widths, self.padded_elems(), self.shard_elems())
     }
+
+    /// The elements that each rank updates at `stage`.
+    pub fn updated_elems(&self, stage: ZeroStage) -> u64 {
+        if stage.shards_optimizer() {
+            self.shard_elems()
+        } else {
+            self.padded_elems()
+        }
+    }
 }

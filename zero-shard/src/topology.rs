@@ -10,8 +10,8 @@
 //!
 //! The whole storage is cut into N **parts**, one for each rank, and for a group into shards of as
 //! many consecutive parts as there are groups. So the ranks of one position have one shard, of
-//! which each updates, counts or saves its part: a collective over all ranks is one between ranks of
-//! a position and one within the groups, without a copy.
+//! which each updates, counts or saves its part: a collective over all ranks is one between ranks
+//! of a position and one within the groups, without a copy.
 //!
 //! ZeRO++ has a second copy of the parameters, which each forward fills. Here a rank's part is a
 //! range of its group's shard, and the shard is gathered once after the update, so that it is
@@ -255,6 +255,11 @@ impl GridLayout {
         let each = [bytes.params_bytes, bytes.grads_bytes, bytes.optimizer_bytes];
         sum("bytes of a rank", &each)?;
         Ok(bytes)
+    }
+
+    /// The elements that each rank updates at `stage`.
+    pub fn updated_elems(&self, stage: ZeroStage) -> u64 {
+        self.optimizer(0).0.updated_elems(stage)
     }
 
     /// Bytes sent in a step of `grad_accum_steps` micro-batches, padding included; an upper bound

@@ -313,26 +313,33 @@ impl ModelGroups {
             }
         });
 
+        let updated = self.updated_elems(layout, stage)?;
+        Some(StateBytes {
+            grads_bytes: grads.sum::<u64>().checked_mul(widths.grad_bytes)?,
+            optimizer_bytes: updated.checked_mul(widths.optimizer_bytes)?,
+            ..all
+        })
+    }
+
+    /// The elements that the rank updates that updates the most: [`Layout::updated_elems`] without
+    /// frozen tensors. `None` if a rule of tensors has no match.
+    pub fn updated_elems(&self, layout: &Layout, stage: ZeroStage) -> Option<u64> {
+        if self.rules.iter().all(|rules| rules.trainable) {
+            return Some(layout.updated_elems(stage));
+        }
         let held = |rank: Option<u64>| -> Option<u64> {
             let ParamGroups { rules, runs, .. } = self.of(layout, rank).ok()?;
             let trained = runs.iter().filter(|run| rules[run.group].trainable);
             Some(trained.map(|run| run.elems.len() as u64).sum())
         };
 
-        let most = match stage.shards_optimizer() {
-            true => (0..layout.world_size())
-                .map(|rank| held(Some(rank)))
-                .max()
-                .flatten()
-                .unwrap_or(0),
-            false => held(None)?,
-        };
-
-        Some(StateBytes {
-            grads_bytes: grads.sum::<u64>().checked_mul(widths.grad_bytes)?,
-            optimizer_bytes: most.checked_mul(widths.optimizer_bytes)?,
-            ..all
-        })
+        match stage.shards_optimizer() {
+            true => {
+                let of_ranks = (0..layout.world_size()).map(|rank| held(Some(rank)));
+                Some(of_ranks.max().flatten().unwrap_or(0))
+            }
+            false => held(None),
+        }
     }
 }
 
@@ -470,7 +477,10 @@ mod tests {
                 all.grads_bytes - ours.grads_bytes,
                 elems(stage.shards_grads()) * widths.grad_bytes
             );
-            let state = elems(stage.shards_optimizer()) * widths.optimizer_bytes;
+            let updated = groups.updated_elems(&layout, stage).unwrap();
+            let block_elems = elems(stage.shards_optimizer());
+            assert_eq!(updated, layout.updated_elems(stage) - block_elems);
+            let state = block_elems * widths.optimizer_bytes;
             assert_eq!(all.optimizer_bytes - ours.optimizer_bytes, state);
         }
     }

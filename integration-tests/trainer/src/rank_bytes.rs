@@ -115,7 +115,7 @@ impl RankBytes {
         let state = groups.grid_bytes(&layouts, settings.stage, &widths)?;
         let on_host = |tier: Tier, bytes: u64| if tier == Tier::Host { bytes } else { 0 };
         let updated = if offload.updates_on_host() {
-            state.optimizer_bytes / widths.optimizer_bytes
+            groups.updated_elems(layouts.optimizer(0).0, settings.stage)?
         } else {
             0
         };

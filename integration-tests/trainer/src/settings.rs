@@ -32,8 +32,8 @@ pub struct Settings {
     pub reduce_every_micro_batch: bool,
     /// Elements of a gradient bucket.
     pub bucket_capacity_elems: usize,
-    /// Whether communication overlaps compute. If not, each waits for the other, and no unit is
-    /// gathered ahead.
+    /// Whether communication overlaps compute. If not, each waits for the other: both are on one
+    /// stream. For no unit to be gathered ahead, set `prefetch.ahead` to 0 as well.
     pub overlap: bool,
     /// How stage 3 gathers units.
     pub prefetch: PrefetchOptions,

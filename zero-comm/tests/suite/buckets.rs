@@ -519,7 +519,7 @@ fn filled_unit_is_reduced() {
             assert_eq!(
                 short.unwrap_err(),
                 KernelError::LengthMismatch {
-                    what: "reduce_unit: into",
+                    what: "reduce_unit: into".into(),
                     expected: if scatter { 2 } else { 6 },
                     got: 3
                 }

@@ -20,7 +20,9 @@ struct Cast {
     format: WireFormat,
 }
 
-impl WireCodec for Cast {
+// SAFETY: each method casts once, from the slice that it may read to the one that it may write, and
+// keeps neither.
+unsafe impl WireCodec for Cast {
     fn dtype(&self) -> DType {
         self.dtype
     }
@@ -117,6 +119,25 @@ fn bad_formats_are_errors() {
             let error = refused.unwrap_err();
             assert!(matches!(error, CommError::CountsTooLarge { .. }), "{error}");
         }
+    }
+}
+
+#[test]
+fn a_shard_ends_with_a_whole_element() {
+    let format = WireFormat {
+        block_elems: 4,
+        block_bytes: 7,
+    };
+    let codec = Cast {
+        dtype: DType::Bf16,
+        format,
+    };
+    for refused in gather(codec, 4) {
+        assert_eq!(
+            refused.unwrap_err().to_string(),
+            "the wire codec encodes a shard in 7 bytes, which the 2 bytes of bf16 do not divide; \
+             return another format or dtype"
+        );
     }
 }
 

@@ -740,7 +740,7 @@ mod tests {
         assert_eq!(
             short,
             KernelError::LengthMismatch {
-                what: "grad_stats: scratch",
+                what: "grad_stats: scratch".into(),
                 expected: 5,
                 got: 4
             }

@@ -1,4 +1,5 @@
-//! The update rules of this crate, a folder each: the rule, its function on the host and its kernels.
+//! The update rules of this crate, a folder each: the rule, its function on the host and its
+//! kernels.
 //!
 //! A rule that is only for the host may be in any crate ([`UpdateRule`]).
 

@@ -8,16 +8,16 @@ use zero_alloc::device::{
 };
 use zero_kernels::step::{StepConfig, StepRecord, StepState};
 use zero_kernels::{
-    AdvanceArgs, GradStats, KernelError, RankStats, Segments, StepScalars, UpdateArgs, UpdateRule,
-    Weights,
+    AdvanceArgs, Argument, GradStats, KernelError, RankStats, Segments, StepScalars, UpdateArgs,
+    UpdateRule, Weights,
 };
 
 use crate::Rig;
 use crate::common::hyper;
 
-fn length(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
+fn length(what: impl Into<Argument>, expected: usize, got: usize) -> Result<(), KernelError> {
     Err(KernelError::LengthMismatch {
-        what,
+        what: what.into(),
         expected,
         got,
     })
@@ -27,8 +27,11 @@ fn unsupported(what: &'static str, dtype: DType) -> Result<(), KernelError> {
     Err(KernelError::Unsupported { what, dtype })
 }
 
-fn overlap(first: &'static str, second: &'static str) -> Result<(), KernelError> {
-    Err(KernelError::Overlap { first, second })
+fn overlap(first: impl Into<Argument>, second: &'static str) -> Result<(), KernelError> {
+    Err(KernelError::Overlap {
+        first: first.into(),
+        second: second.into(),
+    })
 }
 
 fn another_device<D: Device>(
@@ -104,7 +107,11 @@ pub fn bad_arguments_of_updates<D: Device>(rig: &Rig<D>) {
     for (slot, name) in ["first_moment", "second_moment"].into_iter().enumerate() {
         assert_eq!(
             run(&|args| args.slots[slot] = args.slots[slot].slice(0..7)),
-            length(name, 8, 7)
+            length(Argument::Slot(name), 8, 7)
+        );
+        assert_eq!(
+            length(Argument::Slot(name), 8, 7).unwrap_err().to_string(),
+            format!("update: {name}: expected 8 elements, got 7")
         );
     }
     assert_eq!(
@@ -135,11 +142,11 @@ pub fn bad_arguments_of_updates<D: Device>(rig: &Rig<D>) {
     );
     assert_eq!(
         run(&|args| args.grad = v.any()),
-        overlap("second_moment", "update: grad")
+        overlap(Argument::Slot("second_moment"), "update: grad")
     );
     assert_eq!(
         run(&|args| args.scalars = cast(m.slice(), 1)),
-        overlap("first_moment", "update: scalars")
+        overlap(Argument::Slot("first_moment"), "update: scalars")
     );
 
     // SAFETY: within `doubles`; the launch is rejected before it accesses memory.
@@ -158,7 +165,7 @@ pub fn bad_arguments_of_updates<D: Device>(rig: &Rig<D>) {
     assert_eq!(
         error,
         KernelError::Misaligned {
-            what: "update: grad",
+            what: "update: grad".into(),
             address,
             align_bytes: 2
         }

@@ -10,8 +10,8 @@ use zero_kernels::{
     Codec, Grain, KernelError, RULE_SCALARS, SettingError, Slot, StepPoint, UpdateRule,
 };
 use zero_optim::{
-    Divisor, GatheredStats, OptimError, ParamGroups, Segment, ShardedOptimizer, StateKind,
-    StateRange, UnitSlices,
+    Divisor, GatheredStats, LrSchedule, OptimError, ParamGroups, Segment, ShardedOptimizer,
+    StateKind, StateRange, UnitSlices,
 };
 
 use super::*;
@@ -22,13 +22,19 @@ struct MomentumSgd {
     momentum: f64,
     weight_decay: f64,
     grain: Grain,
+    slots: fn(Codec) -> Vec<Slot>,
 }
 
 const RULE: MomentumSgd = MomentumSgd {
     momentum: 0.75,
     weight_decay: 0.0,
     grain: Grain::Element,
+    slots: |averages| vec![slot("momentum", averages)],
 };
+
+fn slot(name: &'static str, codec: Codec) -> Slot {
+    Slot { name, codec }
+}
 
 impl UpdateRule for MomentumSgd {
     fn name(&self) -> &'static str {
@@ -52,10 +58,7 @@ impl UpdateRule for MomentumSgd {
     }
 
     fn slots(&self, averages: Codec) -> Vec<Slot> {
-        vec![Slot {
-            name: "momentum",
-            codec: averages,
-        }]
+        (self.slots)(averages)
     }
 
     fn grain(&self) -> Grain {
@@ -184,6 +187,14 @@ fn of_groups(
     rule: Arc<dyn UpdateRule>,
     change: impl FnOnce(ParamGroups) -> ParamGroups,
 ) -> Result<(ShardedOptimizer<Host>, Pool<Host>), OptimError> {
+    of_schedule(LrSchedule::Constant, rule, change)
+}
+
+fn of_schedule(
+    schedule: LrSchedule,
+    rule: Arc<dyn UpdateRule>,
+    change: impl FnOnce(ParamGroups) -> ParamGroups,
+) -> Result<(ShardedOptimizer<Host>, Pool<Host>), OptimError> {
     let device = HostDevice::new();
     let stream = device.create_stream("compute")?;
     let pool = Pool::new(device, 1 << 20);
@@ -191,6 +202,7 @@ fn of_groups(
     let groups = ParamGroups::new(vec![GroupRules::default(); 2], [(0..4, 0), (4..8, 1)]);
     let groups = change(groups);
     let optim = ShardedOptimizer::builder(&pool, kernels, &stream)
+        .config(OptimizerConfig::default().schedule(schedule))
         .rule(rule)
         .groups(&groups)
         .build(vec![Segment::shard("unit", 0..8)])?;
@@ -299,4 +311,98 @@ fn rules_that_cannot_work_are_refused() {
         unknown.unwrap_err().to_string(),
         "no state first_moment: the optimizer has master, momentum"
     );
+}
+
+#[test]
+fn slots_that_cannot_be_kept_are_refused() {
+    type Slots = fn(Codec) -> Vec<Slot>;
+    let refused = |slots: Slots, of_group: Slots| {
+        let own = Arc::new(MomentumSgd { slots, ..RULE });
+        let other = Arc::new(MomentumSgd {
+            slots: of_group,
+            ..RULE
+        });
+        let built = of_groups(own, |groups| groups.update(1, other));
+        built.map(|_| ()).map_err(|error| error.to_string())
+    };
+
+    let cases: [(Slots, &str); 4] = [
+        (
+            |_| vec![slot("momentum", Codec::Bf16)],
+            "slot momentum of the update rule momentum_sgd has another format than the slot of this name of another rule, \
+             with which it shares memory: use one format, or another name",
+        ),
+        (
+            |_| vec![slot("average", Codec::Fp32); 2],
+            "slot average of the update rule momentum_sgd is declared twice: give each slot its own name",
+        ),
+        (
+            |_| vec![slot("average", Codec::Remainders)],
+            "slot average of the update rule momentum_sgd is in the format of remainders, which only masters have: use the \
+             codec that `slots` is passed, or fp32",
+        ),
+        (
+            |averages| vec![slot("master", averages)],
+            "slot master of the update rule momentum_sgd has the name of the master weights: choose another name",
+        ),
+    ];
+    let momentum = RULE.slots;
+    assert_eq!(refused(momentum, momentum), Ok(()));
+    for (slots, expected) in cases {
+        assert_eq!(refused(momentum, slots), Err(expected.to_owned()));
+        assert_eq!(refused(slots, momentum), Err(expected.to_owned()));
+    }
+}
+
+#[test]
+fn a_schedule_that_cycles_betas_needs_a_rule_with_betas() {
+    let built = |cycle_momentum: bool, rule: Arc<dyn UpdateRule>, group: GroupRules| {
+        let cycle = serde_json::json!({
+            "cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_momentum": cycle_momentum
+        });
+        let schedule = LrSchedule::OneCycle(serde_json::from_value(cycle).unwrap());
+        let change = |mut groups: ParamGroups| {
+            groups.rules[1] = group;
+            groups.update(1, Arc::new(RULE))
+        };
+        let built = of_schedule(schedule, rule, change);
+        built.map(|_| ()).map_err(|error| error.to_string())
+    };
+
+    let adam = || OptimizerConfig::default().rule();
+    let trained = GroupRules::default();
+    let refused = Err(
+        "cycle_momentum is 1; it must be false: the update rule of a group has no betas for the \
+         schedule to cycle"
+            .to_owned(),
+    );
+    assert_eq!(built(true, Arc::new(RULE), trained), refused);
+    assert_eq!(built(true, adam(), trained), refused);
+    assert_eq!(built(true, adam(), GroupRules::frozen()), Ok(()));
+    assert_eq!(built(false, Arc::new(RULE), trained), Ok(()));
+}
+
+#[test]
+fn ranks_agree_on_the_rule_of_each_group() {
+    let agreed = |group_of_other: usize| {
+        let run = |comm: ThreadsComm| {
+            let group = comm.rank() * group_of_other;
+            let adam = OptimizerConfig::default().rule();
+            let built = of_groups(adam, |groups| groups.update(group, Arc::new(RULE)));
+            let (optim, pool) = built.unwrap();
+            let stream = pool.device().create_stream("settings").unwrap();
+            let exchange = |message: &[u8]| comm.exchange(&pool, &stream, message, LIMIT);
+            optim.agree(comm.rank(), exchange)
+        };
+        on_ranks(2, run)
+    };
+
+    assert_eq!(agreed(0), [Ok(()), Ok(())]);
+    for differs in agreed(1) {
+        assert_eq!(
+            differs.unwrap_err().to_string(),
+            "rank 1 has other settings than rank 0: update rule of group 0 is adam (0) on rank 1 and momentum_sgd (1) on \
+             rank 0; start all ranks with the same settings and files"
+        );
+    }
 }

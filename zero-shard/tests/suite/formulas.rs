@@ -3,8 +3,8 @@
 use crate::support::{cases, huge_layout};
 use proptest::prelude::*;
 use zero_shard::{
-    ActivationBytes, ActivationOptions, MemoryModel, Placement, ShardError, StateBytes,
-    StepTraffic, Tier, TransformerShape, Widths, ZeroStage, largest,
+    ActivationBytes, ActivationOptions, Layout, MemoryModel, ParamSpec, Placement, ShardError,
+    StateBytes, StepTraffic, Tier, TransformerShape, UnitSpec, Widths, ZeroStage, largest,
 };
 
 fn state_bytes(stage: ZeroStage, elems: u64, ranks: u64) -> u64 {
@@ -283,7 +283,7 @@ fn tiers_hold_what_is_placed_on_them() {
         .activations_bytes(11)
         .host_activations_bytes(13);
 
-    let all = model.footprint(&state).unwrap();
+    let all = model.footprint(&state, 10).unwrap();
     let device = [
         all.device.gathered_bytes,
         all.device.buckets_bytes,
@@ -309,7 +309,7 @@ fn tiers_hold_what_is_placed_on_them() {
     });
 
     assert_eq!(
-        grads.footprint(&state).unwrap().host.total_bytes(),
+        grads.footprint(&state, 10).unwrap().host.total_bytes(),
         Ok(2 * 6 * (2 + 2) + 13)
     );
     let away =
@@ -317,7 +317,7 @@ fn tiers_hold_what_is_placed_on_them() {
     let at = |stage, tier| away(stage, Placement::offload_optimizer(tier)).unit_shard_elems(4);
 
     for stage in ZeroStage::ALL {
-        let all = at(stage, Tier::Host).footprint(&state).unwrap();
+        let all = at(stage, Tier::Host).footprint(&state, 10).unwrap();
         assert_eq!(
             all.device.total_bytes(),
             Ok(20 + 16),
@@ -335,19 +335,34 @@ fn tiers_hold_what_is_placed_on_them() {
         };
         assert_eq!(
             at(stage, Tier::Host)
-                .footprint(&whole)
+                .footprint(&whole, 10)
                 .unwrap()
                 .host
                 .state
                 .grads_bytes,
             20
         );
-        let all = at(stage, Tier::Device).footprint(&state).unwrap();
+        let all = at(stage, Tier::Device).footprint(&state, 10).unwrap();
         assert_eq!(
             (all.device.total_bytes(), all.host.total_bytes()),
             (Ok(160), Ok(0))
         );
     }
+
+    // A rule without state, such as SGD on fp32 parameters, has the same gradients and copies.
+    let stateless = Widths {
+        optimizer_bytes: 0,
+        ..Widths::MIXED_ADAM
+    };
+    let placement = Placement::offload_optimizer(Tier::Host);
+    let of_one = MemoryModel::state_only(ZeroStage::One, stateless).placement(placement);
+    let unit = UnitSpec::new("unit", [ParamSpec::new("weight", [40])]);
+    let layout = Layout::new(&[unit], 4, 1).unwrap();
+    let kept = layout.state_bytes(ZeroStage::One, &stateless).unwrap();
+    let updated = layout.updated_elems(ZeroStage::One);
+    let host = of_one.footprint(&kept, updated).unwrap().host;
+    assert_eq!((host.state.grads_bytes, host.copies_bytes), (20, 20));
+    assert_eq!(layout.updated_elems(ZeroStage::Zero), 40);
 
     let params = Placement {
         params: Tier::Host,
@@ -355,7 +370,7 @@ fn tiers_hold_what_is_placed_on_them() {
     };
 
     assert_eq!(
-        away(ZeroStage::Two, params).footprint(&state),
+        away(ZeroStage::Two, params).footprint(&state, 10),
         Err(ShardError::NotSharded {
             what: "parameters",
             needs_stage: 3,
@@ -365,7 +380,7 @@ fn tiers_hold_what_is_placed_on_them() {
 
     let huge = model.bucket_elems(u64::MAX);
     assert!(matches!(
-        huge.footprint(&state),
+        huge.footprint(&state, 10),
         Err(ShardError::TooLarge { .. })
     ));
 }
@@ -374,7 +389,12 @@ fn tiers_hold_what_is_placed_on_them() {
 fn largest_model(model: &MemoryModel, ranks: u64, memory: u64) -> u64 {
     largest(|elems| {
         let state = StateBytes::of_elems(model.stage, &model.widths, elems, ranks);
-        let total = state.and_then(|state| model.footprint(&state)?.device.total_bytes());
+        let total = state.and_then(|state| {
+            model
+                .footprint(&state, elems.div_ceil(ranks))?
+                .device
+                .total_bytes()
+        });
         total.is_ok_and(|bytes| bytes <= memory)
     })
 }
@@ -391,7 +411,7 @@ proptest! {
             let model = model.bucket_elems(500_000_000).buckets(buckets);
             let total = |elems| {
                 let state = StateBytes::of_elems(stage, &Widths::MIXED_ADAM, elems, n).unwrap();
-                model.footprint(&state).unwrap().device.total_bytes().unwrap()
+                model.footprint(&state, elems.div_ceil(n)).unwrap().device.total_bytes().unwrap()
             };
             let most = largest_model(&model, n, memory);
             prop_assert!(most == 0 || total(most) <= memory);

@@ -43,6 +43,7 @@ fn values_come_back_as_they_were() {
             .footprint(
                 &two.state_bytes(ZeroStage::Two, &Widths::MIXED_ADAM)
                     .unwrap(),
+                two.updated_elems(ZeroStage::Two),
             )
             .unwrap(),
     );

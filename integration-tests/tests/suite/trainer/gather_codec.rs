@@ -16,7 +16,9 @@ use super::toy::Toy;
 #[derive(Debug)]
 struct Bf16;
 
-impl WireCodec for Bf16 {
+// SAFETY: each method casts once, from the slice that it may read to the one that it may write, and
+// keeps neither.
+unsafe impl WireCodec for Bf16 {
     fn dtype(&self) -> DType {
         DType::Bf16
     }

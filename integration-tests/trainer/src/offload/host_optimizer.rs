@@ -13,9 +13,9 @@
 //!
 //! The optimizer is a `ShardedOptimizer<HostDevice>` on whatever device the model runs: one set of
 //! rules and one code of checkpoints. Offload differs only in where gradients
-//! (`leaving_sums.rs`), parameters (`host_params.rs`) and state (zero-optim's `pieces.rs`) are. If the device is the host,
-//! gradients and parameters stay where they are and only the streams differ, so all of it is tested
-//! without a GPU.
+//! (`leaving_sums.rs`), parameters (`host_params.rs`) and state (zero-optim's `pieces.rs`) are. If
+//! the device is the host, gradients and parameters stay where they are and only the streams
+//! differ, so all of it is tested without a GPU.
 //!
 //! Why the update does not begin before the norm is known: it would need a rollback, which is not
 //! exact. What the next forward does not hide is exposed; to hide it behind backward, too,
@@ -156,7 +156,8 @@ impl<D: Device> HostOptimizer<D> {
 
     /// Uploads the loss scale of the next backward. Blocks the host.
     pub(crate) fn upload_loss_scale(&self, rank: &Rank<D>) -> Result<(), TrainError> {
-        // SAFETY: as in `Optimizer::loss_scale`.
+        // SAFETY: written on the compute stream, on which alone backward passes read it and which
+        // is its block's own.
         let slice = unsafe { self.loss_scale.slice() };
         let scale = self.optimizer.loss_scale().to_ne_bytes();
         Ok(rank

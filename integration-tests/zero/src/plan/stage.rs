@@ -23,8 +23,9 @@ use zero_trainer::{
 };
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of
-/// `recompute_gelu` and by `--stage auto`. The default depends on the total memory of the card: its free memory differs
-/// from start to start. `run.json` records the choice, and a resumed run keeps it.
+/// `recompute_gelu` and by `--stage auto`. The default depends on the total memory of the card: its
+/// free memory differs from start to start. `run.json` records the choice, and a resumed run keeps
+/// it.
 pub(crate) const CONTEXT_BYTES: u64 = 1 << 30;
 
 /// Figures of one stage for one GPU.
@@ -60,8 +61,8 @@ pub(crate) struct Stage {
     pub(crate) largest_model_params: Option<u64>,
     /// The longest sequence of this model that fits; `None` if the memory of a GPU is unknown.
     pub(crate) longest_seq_len: Option<u64>,
-    /// The simulated step; `None` without `--simulate`, for a model of assumed shape, or if groups of
-    /// ranks do not fit the stage.
+    /// The simulated step; `None` without `--simulate`, for a model of assumed shape, or if groups
+    /// of ranks do not fit the stage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) simulated: Option<Simulated>,
 }
@@ -219,6 +220,7 @@ fn host_rank_bytes(request: &PlanRequest, settings: &Settings, layout: &Layout) 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WithoutActivations {
     state: StateBytes,
+    updated_elems: u64,
     model: MemoryModel,
 }
 
@@ -233,6 +235,7 @@ impl WithoutActivations {
         let over_groups = settings.mesh.layouts(layout.parts())?;
         Ok(Self {
             state: over_groups.state_bytes(stage, &settings.widths())?,
+            updated_elems: over_groups.updated_elems(stage),
             model: memory_model(request, &settings, layout.parts())?,
         })
     }
@@ -247,7 +250,8 @@ impl WithoutActivations {
             .recompute_gelu
             .unwrap_or(request.can_recompute_gelu());
         let model = with_activations(self.model, request, recompute_gelu)?;
-        Ok(model.footprint(&self.state)?.device.total_bytes()? <= memory)
+        let footprint = model.footprint(&self.state, self.updated_elems)?;
+        Ok(footprint.device.total_bytes()? <= memory)
     }
 }
 
@@ -265,7 +269,7 @@ fn evaluate_with(
     let model = with_activations(model, request, recompute_gelu)?;
     let on_cores = on_cores(request, &settings, layout.parts());
     let workspace_bytes = decoded_moments(&settings, layout.parts()).unwrap_or(u64::MAX);
-    let footprint = model.footprint(&state)?;
+    let footprint = model.footprint(&state, over_groups.updated_elems(stage))?;
     let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
     let (transfers, wear) = transfers(
         request,

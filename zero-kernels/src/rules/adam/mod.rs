@@ -87,6 +87,8 @@ pub struct AdamScalars {
     pub skip: u32,
 }
 
+const _: () = assert!(size_of::<AdamScalars>() == size_of::<StepScalars>());
+
 impl AdamScalars {
     /// The scalars of step `t`, counted from 1, at learning rate `lr`.
     pub fn new(t: u64, lr: f64, hyper: &AdamHyper, grad_scale: f64) -> Self {
@@ -213,7 +215,7 @@ impl UpdateRule for AdamHyper {
             slots
                 .try_into()
                 .map_err(|slots: Vec<_>| KernelError::LengthMismatch {
-                    what: "adam: slots",
+                    what: "adam: slots".into(),
                     expected: 2,
                     got: slots.len(),
                 })?;

@@ -1,5 +1,5 @@
 //! Adam on weights that are a bf16 parameter and a 16-bit remainder, together exactly fp32: no
-//! separate master. The format is [`Codec::Remainders`](crate::Codec::Remainder).
+//! separate master. The format is [`Codec::Remainders`](crate::Codec::Remainders).
 
 use half::bf16;
 use multiversion::multiversion;
