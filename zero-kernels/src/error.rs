@@ -6,6 +6,7 @@ use zero_alloc::device::DeviceError;
 
 /// An argument of an operation, as errors name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Argument {
     /// The operation and the argument.
     Named(&'static str),
