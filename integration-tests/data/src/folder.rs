@@ -7,90 +7,23 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::fmt;
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use ignore::{DirEntry, WalkBuilder};
 use indicatif::HumanCount;
-use zero_ckpt::files;
 
 use super::corpus::TextFile;
-use super::foreign::{self, PROBE_BYTES};
 use super::kind::{is_beside_data, is_lines_name};
-use super::start::Start;
+use super::text_file::{FileContent, Reason, Scope, read_file, scan_file};
 use super::{DataError, outputs};
-
-/// Larger files of the default folder are left out: they are rarely written by a person.
-const MAX_DEFAULT_FILE_BYTES: u64 = 1 << 20;
 
 /// Maximum number of files that [`Documents::notices`] names.
 const NAMED_FILES: usize = 10;
 
 /// Names of version control, whose contents differ between clones of the same files.
 const VERSION_CONTROL: [&str; 4] = [".git", ".hg", ".svn", ".jj"];
-
-/// Which files of a folder are data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Scope {
-    /// The folder is the default: without hidden files, files that a `.gitignore` of the folder
-    /// names, build folders (`target`, or with a `CACHEDIR.TAG`) and files above 1 MiB. More files
-    /// than this are an error.
-    Default { most_files: usize },
-    /// The user named the folder: all text files.
-    Whole,
-}
-
-/// Why a file or folder is left out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reason {
-    Large,
-    Binary,
-    /// A file that is no text, by its first bytes.
-    Foreign(&'static str),
-    NotUtf8 {
-        at: usize,
-    },
-    FolderLink,
-    NoFile,
-    Output,
-    OutputFolder,
-    VersionControl,
-}
-
-impl Reason {
-    /// The kind of file, for a sum.
-    fn kind(self) -> &'static str {
-        match self {
-            Self::Large => "above 1 MiB",
-            Self::Binary | Self::Foreign(_) => "binary",
-            Self::NotUtf8 { .. } => "not UTF-8",
-            Self::FolderLink => "links to folders",
-            Self::NoFile => "neither files nor folders",
-            Self::Output | Self::OutputFolder => "written by runs",
-            Self::VersionControl => "version control",
-        }
-    }
-}
-
-impl fmt::Display for Reason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Large => write!(f, "above 1 MiB"),
-            Self::Binary => write!(f, "binary"),
-            Self::Foreign(what) => write!(f, "{what}"),
-            Self::NotUtf8 { at } => {
-                write!(f, "not UTF-8 at byte {at}: convert it, such as with iconv")
-            }
-            Self::FolderLink => write!(f, "a symbolic link to a folder: pass the folder"),
-            Self::NoFile => write!(f, "neither a file nor a folder"),
-            Self::Output => write!(f, "written by a run"),
-            Self::OutputFolder => write!(f, "checkpoints or a model"),
-            Self::VersionControl => write!(f, "version control"),
-        }
-    }
-}
 
 /// A file or folder that is not data.
 #[derive(Debug)]
@@ -231,7 +164,7 @@ pub(super) fn scan(root: &Path, scope: Scope) -> Result<Documents<TextFile>, Dat
 fn read_with<T>(
     root: &Path,
     scope: Scope,
-    mut content: impl FnMut(&Path) -> Result<Content<T>, DataError>,
+    mut content: impl FnMut(&Path) -> Result<FileContent<T>, DataError>,
 ) -> Result<Documents<T>, DataError> {
     let mut documents = Documents::default();
     let files = match scope {
@@ -241,9 +174,9 @@ fn read_with<T>(
 
     for path in files {
         match content(&path)? {
-            Content::Text(text) => documents.texts.push((path, text)),
-            Content::Blank => {}
-            Content::Other { reason, bytes } => documents.left_out.push(LeftOut {
+            FileContent::Text(text) => documents.texts.push((path, text)),
+            FileContent::Blank => {}
+            FileContent::Other { reason, bytes } => documents.left_out.push(LeftOut {
                 path,
                 reason,
                 bytes,
@@ -433,129 +366,9 @@ fn bytes_below(folder: &Path) -> u64 {
     bytes
 }
 
-/// The content of a file.
-enum Content<T> {
-    Text(T),
-    /// Nothing to train on.
-    Blank,
-    Other {
-        reason: Reason,
-        bytes: u64,
-    },
-}
-
-fn read_start(file: &mut File, file_bytes: u64) -> io::Result<Start> {
-    let mut bytes = Vec::new();
-    let mut start = file.take(PROBE_BYTES as u64);
-    start.read_to_end(&mut bytes)?;
-    Ok(Start { bytes, file_bytes })
-}
-
-/// Why a file is no text, by its first bytes.
-fn not_text(start: &Start) -> Option<Reason> {
-    if let Some(foreign) = foreign::of(start) {
-        return Some(Reason::Foreign(foreign.what));
-    }
-    if foreign::is_parquet(start) {
-        return Some(Reason::Foreign("parquet"));
-    }
-    start.bytes.contains(&0).then_some(Reason::Binary)
-}
-
-/// Checks a file as [`read_file`] does.
-fn scan_file(path: &Path, scope: Scope) -> Result<Content<TextFile>, DataError> {
-    let failed = |source| DataError::Unreadable {
-        path: path.to_owned(),
-        source,
-    };
-
-    let bytes = fs::metadata(path).map_err(failed)?.len();
-    let other = |reason| Ok(Content::Other { reason, bytes });
-    if bytes == 0 {
-        return Ok(Content::Blank);
-    }
-    if scope != Scope::Whole && bytes > MAX_DEFAULT_FILE_BYTES {
-        return other(Reason::Large);
-    }
-
-    let (mut file, _) = files::open(path).map_err(failed)?;
-    let start = read_start(&mut file, bytes).map_err(failed)?;
-    if let Some(reason) = not_text(&start) {
-        return other(reason);
-    }
-
-    let scanned = match TextFile::scan(path) {
-        Ok(scanned) => scanned,
-        Err(DataError::NotUtf8 { at, .. }) => return other(Reason::NotUtf8 { at }),
-        Err(DataError::Read { source, .. }) => return Err(failed(source)),
-        Err(other) => return Err(other),
-    };
-    if scanned.is_blank {
-        return Ok(Content::Blank);
-    }
-    // What tells an output is in its first lines.
-    if outputs::is_output_file(path, &String::from_utf8_lossy(&start.bytes)) {
-        return other(Reason::Output);
-    }
-    Ok(Content::Text(scanned))
-}
-
-fn read_file(path: &Path, scope: Scope) -> Result<Content<String>, DataError> {
-    let failed = |source| DataError::Unreadable {
-        path: path.to_owned(),
-        source,
-    };
-
-    let bytes = fs::metadata(path).map_err(failed)?.len();
-    let other = |reason| Ok(Content::Other { reason, bytes });
-    if bytes == 0 {
-        // Also a file of /proc, whose read may wait.
-        return Ok(Content::Blank);
-    }
-
-    if scope != Scope::Whole && bytes > MAX_DEFAULT_FILE_BYTES {
-        return other(Reason::Large);
-    }
-
-    // A large binary file is not read whole.
-    let (mut file, _) = files::open(path).map_err(failed)?;
-    let start = read_start(&mut file, bytes).map_err(failed)?;
-    if let Some(reason) = not_text(&start) {
-        return other(reason);
-    }
-    let mut content = start.bytes;
-    let rest = usize::try_from(bytes)
-        .unwrap_or(usize::MAX)
-        .saturating_sub(content.len());
-    content
-        .try_reserve(rest)
-        .map_err(|_| failed(io::ErrorKind::OutOfMemory.into()))?;
-    file.read_to_end(&mut content).map_err(failed)?;
-
-    let mut text = match String::from_utf8(content) {
-        Ok(text) => text,
-        Err(error) => {
-            return other(Reason::NotUtf8 {
-                at: error.utf8_error().valid_up_to(),
-            });
-        }
-    };
-
-    if text.trim().is_empty() {
-        return Ok(Content::Blank);
-    }
-    if outputs::is_output_file(path, &text) {
-        return other(Reason::Output);
-    }
-    if !text.ends_with('\n') {
-        text.push('\n');
-    }
-
-    Ok(Content::Text(text))
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::text_file::MAX_DEFAULT_FILE_BYTES;
     use super::*;
 
     const DEFAULT: Scope = Scope::Default { most_files: 1000 };
