@@ -26,7 +26,7 @@ impl Codec {
         elems * self.dtype().size_bytes()
     }
 
-    /// The dtype in which memory for it is allocated. Remainders have no dtype of their own.
+    /// The dtype in which memory for it is allocated. Remainders are integers of 16 bits.
     pub const fn dtype(self) -> DType {
         match self {
             Self::Fp32 => DType::F32,

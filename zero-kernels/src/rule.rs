@@ -108,7 +108,7 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
     /// The first one outside its range.
     fn check(&self) -> Result<(), SettingError>;
 
-    /// The weight decay of elements whose group has none of its own.
+    /// The weight decay of elements whose group sets none.
     fn weight_decay(&self) -> f64;
 
     /// Its decay rates, if a schedule or a parameter group may replace them.

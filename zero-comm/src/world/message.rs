@@ -42,7 +42,7 @@ impl Progress {
     /// Calls of a report before that at which the rank is.
     pub(crate) const BEFORE: u64 = 3;
 
-    /// The number of the call at which the rank is: the oldest that has not ended, or the last one.
+    /// The number of the call at which the rank is: the oldest that runs, or the last one.
     pub(crate) fn number(&self) -> u64 {
         self.ended.min(self.called.saturating_sub(1))
     }

@@ -390,7 +390,7 @@ impl Open {
         self.called - self.calls.len() as u64
     }
 
-    /// The oldest call that has not ended.
+    /// The oldest call that runs.
     fn oldest(&self) -> Option<&Call> {
         let index = self.ended.checked_sub(self.first_kept())?;
         Some(&self.calls.get(index as usize)?.0)

@@ -3,7 +3,7 @@
 //! Why a rank whose connection is dropped tries again: rank 0 closes a connection for a wrong token
 //! as soon as it has the first frame, and for lack of places at the earliest after 0.1 s. So a rank
 //! gives up after eight drops that came sooner (1.6 s), and repeats all others until its limit.
-//! What ended its last connection is its error, even if rank 0 has ended since.
+//! Its error is the end of its last connection, even if rank 0 has ended since.
 
 use std::io::{self, ErrorKind, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -174,7 +174,7 @@ impl Client<'_> {
                 Ok(listener)
                     if ip == Ipv6Addr::UNSPECIFIED && ipv6_v6only(&listener).unwrap_or(true) => {}
                 Ok(listener) => {
-                    // Ranks beyond the backlog that `bind` asks for would connect only after a
+                    // Ranks beyond the backlog of `bind` would connect only after a
                     // second or more. If it fails, that backlog stays.
                     let _ = rustix::net::listen(&listener, BACKLOG);
                     return Ok(listener);
@@ -214,7 +214,7 @@ impl Client<'_> {
                 .collect());
         }
 
-        // A lookup has no time limit of its own.
+        // A lookup has no time limit, so it runs on another thread.
         let (sender, receiver) = mpsc::channel();
         let host = self.ranks.host.clone();
         std::thread::Builder::new()

@@ -351,7 +351,7 @@ fn failed_write_ends_the_connection() {
     }
 }
 
-/// What rank 1 and what the other ranks do, and what all of them see.
+/// The actions of rank 1 and of the other ranks, and the error that all of them see.
 struct Fault {
     limit: Duration,
     rank_1: fn(&Rank),
