@@ -105,7 +105,7 @@ impl Call {
 
     /// Upper bound of the bytes of a serialized call of `world_size` ranks; an integer has at most
     /// 10.
-    #[cfg(feature = "mpi")]
+    #[cfg(any(feature = "mpi", feature = "processes"))]
     pub(crate) const fn max_serialized_bytes(world_size: usize) -> usize {
         32 + 10 * world_size
     }

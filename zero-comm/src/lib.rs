@@ -16,6 +16,8 @@ mod nontemporal;
 mod options;
 pub mod overlap;
 mod prefetch;
+#[cfg(all(feature = "processes", target_os = "linux"))]
+pub mod processes;
 mod reduce;
 mod scheduled;
 #[cfg(feature = "testing")]

@@ -1,0 +1,273 @@
+//! Ranks that are processes of one machine, over memory that they share: no MPI, and no library
+//! (Linux; cargo feature `processes`).
+//!
+//! ```sh
+//! torchrun --nproc-per-node 4 ...    # or mpirun, srun: the ranks find each other by its variables
+//! ```
+//!
+//! ```no_run
+//! use zero_comm::{CommOptions, processes::ProcessComm, world::Ranks};
+//!
+//! let ranks = Ranks::from_env()?.expect("started by a launcher");
+//! let comm = ProcessComm::join(&ranks, CommOptions::default())?;
+//! # Ok::<(), zero_comm::CommError>(())
+//! ```
+//!
+//! A collective runs in rounds ([`rounds`]): each rank writes a piece to its own part of the memory
+//! ([`memory`]), and reads those of the others. Sums are taken in rank order by the same code as over
+//! [`threads`](crate::threads), so both give the same bits. The collectives of a communicator run in
+//! the order of their calls, also on several streams.
+//!
+//! **Failure.** As over NCCL, the ranks keep connections to a coordinator in rank 0's process
+//! ([`world`](crate::world)), which notices processes that end and ranks that are late. The first
+//! failure ends the world: every rank returns the same error, which names the rank at fault. Calls
+//! that differ are found before any data is used.
+//!
+//! **Trust.** The memory is passed to processes of the same user that know a random name, which the
+//! rendezvous tells them. A process that writes to it outside of the protocol can change results.
+
+mod memory;
+mod operation;
+mod rounds;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use zero_alloc::TimeLimit;
+use zero_alloc::device::{Cause, DeviceError, DeviceId, Stream};
+use zero_alloc::host::{HostDevice, HostStream};
+
+use crate::call::{Checked, Group};
+use crate::split_request::SplitRequest;
+use crate::world::message::Context;
+use crate::world::process::{self, Transport, World};
+use crate::world::watcher::Connection;
+use crate::world::{Ranks, rendezvous};
+use crate::{CommError, CommOptions, Communicator, Traffic};
+use memory::{Memory, Refused};
+use operation::{Flags, Link, Operation};
+
+/// Bytes of the random name under which the ranks meet.
+const NAME_BYTES: usize = 16;
+
+/// The state that a process's communicators share.
+struct Process {
+    connection: Connection,
+    /// The random name.
+    name: String,
+}
+
+impl Process {
+    fn world(&self) -> &Arc<World> {
+        &self.connection.world
+    }
+
+    /// Meets the other ranks of a communicator at their memory.
+    fn open(self: &Arc<Self>, context: Context, group: Group) -> Result<ProcessComm, CommError> {
+        let world = self.world();
+        let time = Mutex::new(TimeLimit::new(world.limit));
+        let wait = || match world.failure() {
+            Some(failure) => Err(Refused::Failed(failure)),
+            None if time.lock().has_passed() => Err(Refused::Late),
+            None => Ok(()),
+        };
+        let name = format!("{}/{context}", self.name);
+        let memory = Memory::meet(&name, group, world.rank, &wait).map_err(|refused| {
+            let message = match refused {
+                Refused::Failed(failure) => return failure,
+                Refused::Late => format!(
+                    "the {} ranks did not share their memory within {:?}",
+                    group.world_size, world.limit
+                ),
+                Refused::System(message) => format!(
+                    "the ranks of this machine cannot share memory: {message}; use MPI, or threads of one process"
+                ),
+            };
+            world.fail(CommError::Peer {
+                rank: world.rank,
+                message,
+            })
+        })?;
+        let link = Arc::new(Link::new(memory));
+        world.open(context, Arc::clone(&link) as Arc<dyn Transport>);
+        Ok(ProcessComm {
+            process: Arc::clone(self),
+            link,
+            context,
+            group,
+            enqueued: Mutex::default(),
+        })
+    }
+}
+
+/// Counters of the calls of this rank.
+#[derive(Default)]
+struct Enqueued {
+    sequence: u64,
+    /// Splits so far.
+    splits: u64,
+    traffic: Traffic,
+}
+
+/// One rank's communicator of a group of processes on one machine. After it is dropped, later
+/// collectives of the other ranks fail with [`CommError::Left`].
+pub struct ProcessComm {
+    process: Arc<Process>,
+    link: Arc<Link>,
+    context: Context,
+    group: Group,
+    enqueued: Mutex<Enqueued>,
+}
+
+impl fmt::Debug for ProcessComm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Group { rank, world_size } = self.group;
+        write!(f, "ProcessComm(rank {rank} of {world_size})")
+    }
+}
+
+impl ProcessComm {
+    /// Joins the world of `ranks`. Every process calls it once. It ends within about
+    /// `options.limit`, so the limit must cover the time between the starts of the first and the
+    /// last rank.
+    ///
+    /// # Errors
+    /// The ranks are on several machines, the rendezvous failed or exceeded the limit, or the system
+    /// lets them share no memory.
+    pub fn join(ranks: &Ranks, options: CommOptions) -> Result<Self, CommError> {
+        if !ranks.one_machine {
+            return Err(CommError::BackEnd {
+                back_end: "processes",
+                message: format!(
+                    "the {} ranks are on several machines, as the launcher says: use MPI or NCCL between them",
+                    ranks.world_size
+                ),
+            });
+        }
+        let make_name = || {
+            let mut name = vec![0; NAME_BYTES];
+            getrandom::fill(&mut name).map_err(|error| CommError::BackEnd {
+                back_end: "processes",
+                message: format!("the system has no random numbers: {error}"),
+            })?;
+            Ok(name)
+        };
+        let joined = rendezvous::join(ranks, 0, make_name, options.limit)?;
+        let name = joined.id.iter().map(|byte| format!("{byte:02x}")).collect();
+        let connection = Connection::start(joined, ranks.rank, options.limit)?;
+        let process = Arc::new(Process { connection, name });
+        let group = Group {
+            rank: ranks.rank,
+            world_size: ranks.world_size,
+        };
+        process.open(0, group)
+    }
+
+    fn world(&self) -> &Arc<World> {
+        self.process.world()
+    }
+}
+
+impl Drop for ProcessComm {
+    fn drop(&mut self) {
+        let done = self.enqueued.get_mut().sequence;
+        // The peers cannot complete collectives in flight without this rank.
+        if self.world().drain(self.context).is_err() {
+            self.world().abort(&*self.link).wait();
+        }
+        self.world().close(self.context, done);
+    }
+}
+
+// SAFETY: the buffers are accessed by the operation on the stream alone; peers access copies.
+unsafe impl Communicator<HostDevice> for ProcessComm {
+    fn group(&self) -> Group {
+        self.group
+    }
+
+    fn enqueue(&self, stream: &HostStream, checked: Checked) -> Result<(), CommError> {
+        checked.check(self.group, DeviceId::HOST)?;
+        let label = checked.call.collective.name();
+        stream.check_runs(label)?;
+        let world = self.world();
+        // Held during `stream.enqueue`, so that sequence numbers follow the stream's order.
+        let mut enqueued = self.enqueued.lock();
+        let sequence = enqueued.sequence;
+        enqueued.sequence += 1;
+        self.group.count(&checked.call, &mut enqueued.traffic);
+        world.called(self.context, checked.call.clone());
+
+        let name = stream.name().to_owned();
+        let flags = Arc::new(Flags::default());
+        let operation = Operation {
+            link: Arc::clone(&self.link),
+            world: Arc::clone(world),
+            flags: Arc::clone(&flags),
+            sequence,
+            checked,
+            stream: name.clone(),
+        };
+        let of_stream = name.clone();
+        stream.enqueue(label, move || {
+            operation.run().map_err(|error| DeviceError::Operation {
+                stream: of_stream,
+                op: label.to_owned(),
+                cause: Cause::new(error),
+            })
+        })?;
+
+        let probe = |which: fn(&Flags) -> &AtomicBool| -> process::Probe {
+            let flags = Arc::clone(&flags);
+            Box::new(move || Ok(which(&flags).load(Ordering::Acquire)))
+        };
+        world.watch(
+            self.context,
+            process::Operation {
+                stream: name,
+                reached: probe(|flags| &flags.reached),
+                ended: probe(|flags| &flags.ended),
+                // The operation returns the failure, which poisons its stream.
+                poison: Box::new(|_| {}),
+            },
+        );
+        Ok(())
+    }
+
+    fn split(
+        &self,
+        color: Option<u64>,
+        key: u64,
+    ) -> Result<Option<Arc<dyn Communicator<HostDevice>>>, CommError> {
+        let number = {
+            let mut enqueued = self.enqueued.lock();
+            enqueued.splits += 1;
+            enqueued.splits - 1
+        };
+        let request = SplitRequest { color, key };
+        let Some(place) = self.world().split(self.context, number, request)? else {
+            return Ok(None);
+        };
+        let group = Group {
+            rank: place.rank,
+            world_size: place.size,
+        };
+        Ok(Some(Arc::new(self.process.open(place.context, group)?)))
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.enqueued.lock().traffic
+    }
+
+    fn abort(&self, reason: &str) {
+        self.world().fail(CommError::Aborted {
+            rank: self.world().rank,
+            reason: reason.to_owned(),
+        });
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.world().failure()
+    }
+}

@@ -1,0 +1,465 @@
+//! One rank's part of a collective.
+//!
+//! | collective | rounds |
+//! |---|---|
+//! | reduce_scatter | each rank writes a piece of every other rank's segment, and adds those of its own in rank order |
+//! | all_gather | each rank writes a piece of its segment, and copies those of the others |
+//! | all_reduce | reduce_scatter, then all_gather |
+//! | broadcast | the root writes a piece; the others copy it |
+//! | all_to_all | as reduce_scatter, but the pieces are copied |
+//! | barrier | one round without data |
+//!
+//! Sums are taken by the same code and in the same order as over [`threads`](crate::threads). The
+//! call travels in front of the data of the first round: calls that differ are found before any
+//! result is written.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use half::{bf16, f16};
+use parking_lot::{Condvar, Mutex};
+use zero_alloc::device::{AnySlice, DeviceError, DeviceSlice};
+
+use super::memory::{DATA_BYTES, Memory};
+use super::rounds::{Broken, Halves, Rounds, wake_all};
+use crate::call::{Call, Checked, Group};
+use crate::comm_dtype::CommDType;
+use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
+use crate::world::abort::AbortCompletion;
+use crate::world::process::{Transport, World};
+use crate::{Collective, CommError, ReduceOp};
+
+/// An operation that waits for its turn looks again after this time.
+const TURN: Duration = Duration::from_millis(100);
+
+/// What the operations of a communicator share.
+pub(super) struct Link {
+    memory: Arc<Memory>,
+    turn: Mutex<Turn>,
+    next: Condvar,
+    /// The world has failed.
+    broken: AtomicBool,
+}
+
+struct Turn {
+    /// The number of the collective that runs next.
+    sequence: u64,
+    rounds: Rounds,
+}
+
+impl Link {
+    pub(super) fn new(memory: Memory) -> Self {
+        let memory = Arc::new(memory);
+        Self {
+            turn: Mutex::new(Turn {
+                sequence: 0,
+                rounds: Rounds::new(Arc::clone(&memory)),
+            }),
+            memory,
+            next: Condvar::new(),
+            broken: AtomicBool::new(false),
+        }
+    }
+}
+
+impl Transport for Link {
+    fn error(&self) -> Option<String> {
+        None
+    }
+
+    fn abort(&self) -> AbortCompletion {
+        self.broken.store(true, Ordering::Release);
+        wake_all(&self.memory);
+        self.next.notify_all();
+        AbortCompletion::new().1
+    }
+}
+
+/// How far an operation is.
+#[derive(Default)]
+pub(super) struct Flags {
+    pub(super) reached: AtomicBool,
+    pub(super) ended: AtomicBool,
+}
+
+/// A collective of this rank on a stream. Dropping it before it has run, because its stream failed,
+/// fails the world.
+pub(super) struct Operation {
+    pub(super) link: Arc<Link>,
+    pub(super) world: Arc<World>,
+    pub(super) flags: Arc<Flags>,
+    pub(super) sequence: u64,
+    pub(super) checked: Checked,
+    pub(super) stream: String,
+}
+
+impl Drop for Operation {
+    fn drop(&mut self) {
+        let sequence = self.sequence;
+        let rank = self.world.rank;
+        let call = Box::new(self.checked.call.clone());
+        if !self.flags.reached.load(Ordering::Acquire) {
+            let stream = std::mem::take(&mut self.stream);
+            self.world.fail(CommError::Skipped {
+                sequence,
+                call,
+                rank,
+                stream,
+            });
+        } else if std::thread::panicking() {
+            self.world.fail(CommError::Panicked {
+                sequence,
+                call,
+                rank,
+            });
+        }
+        self.flags.ended.store(true, Ordering::Release);
+    }
+}
+
+impl Operation {
+    pub(super) fn run(self) -> Result<(), CommError> {
+        let Link {
+            turn, next, broken, ..
+        } = &*self.link;
+        let mut turn = turn.lock();
+        while turn.sequence != self.sequence && !broken.load(Ordering::Acquire) {
+            next.wait_for(&mut turn, TURN);
+        }
+        self.flags.reached.store(true, Ordering::Release);
+        // A rank that knows of a failure gives the others nothing to go on with.
+        if let Some(failure) = self.world.failure() {
+            return Err(failure);
+        }
+        let work = Work {
+            rounds: &mut turn.rounds,
+            broken,
+            checked: &self.checked,
+            sequence: self.sequence,
+            unsent: Some(postcard::to_allocvec(&self.checked.call).unwrap_or_default()),
+        };
+        match work.run() {
+            Ok(()) => {
+                turn.sequence += 1;
+                next.notify_all();
+                Ok(())
+            }
+            Err(Failure::Fault(error)) => Err(self.world.fail(error)),
+            Err(Failure::World) => Err(self.world.failure().unwrap_or_else(|| CommError::Peer {
+                rank: self.world.rank,
+                message: "the communicator was aborted".to_owned(),
+            })),
+        }
+    }
+}
+
+/// Why a collective ended early.
+enum Failure {
+    /// The world has failed.
+    World,
+    /// This rank has found the fault.
+    Fault(CommError),
+}
+
+impl From<Broken> for Failure {
+    fn from(_: Broken) -> Self {
+        Self::World
+    }
+}
+
+impl From<DeviceError> for Failure {
+    fn from(error: DeviceError) -> Self {
+        Self::Fault(CommError::Device(error))
+    }
+}
+
+/// A collective that runs.
+struct Work<'a> {
+    rounds: &'a mut Rounds,
+    broken: &'a AtomicBool,
+    checked: &'a Checked,
+    sequence: u64,
+    /// The call as bytes, until the first round has sent it.
+    unsent: Option<Vec<u8>>,
+}
+
+impl Work<'_> {
+    fn run(mut self) -> Result<(), Failure> {
+        let Checked {
+            call, send, recv, ..
+        } = self.checked;
+        let own = call.segments.range(self.rank(), self.n());
+        match (call.collective, call.op) {
+            (Collective::ReduceScatter, Some(op)) => self.reduce_scatter(op, *recv),
+            (Collective::AllReduce, Some(op)) => {
+                self.reduce_scatter(op, recv.slice(own.clone()))?;
+                self.all_gather(recv.slice(own), *recv)
+            }
+            (Collective::AllGather, _) => self.all_gather(*send, *recv),
+            (Collective::Broadcast, _) => self.broadcast(*send, call.root.unwrap_or(0)),
+            (Collective::AllToAll, _) => self.all_to_all(*recv),
+            (Collective::Barrier | Collective::ReduceScatter | Collective::AllReduce, _) => {
+                self.round(|_| {}, |_, _| Ok(()))
+            }
+        }
+    }
+
+    fn rank(&self) -> usize {
+        self.group().rank
+    }
+
+    fn n(&self) -> usize {
+        self.group().world_size
+    }
+
+    fn group(&self) -> Group {
+        self.rounds.memory().group()
+    }
+
+    /// The longest segment, in elements: all ranks have as many rounds as it needs.
+    fn longest(&self) -> usize {
+        let segments = self.checked.call.segments.ranges(self.n());
+        segments.map(|segment| segment.len()).max().unwrap_or(0)
+    }
+
+    /// Runs a round. `read` is called with a function that returns the data of a rank.
+    fn round(
+        &mut self,
+        write: impl FnOnce(&mut [u8]),
+        read: impl FnOnce(&Halves<'_>, usize) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        let header = self.rounds.memory().header_bytes();
+        let Group { rank, world_size } = self.group();
+        let unsent = self.unsent.take();
+        let world_rank = |rank: usize| {
+            let counters = self.rounds.memory().counters(rank);
+            counters.world_rank.load(Ordering::Relaxed)
+        };
+        let world_ranks: Vec<usize> = match unsent {
+            Some(_) => (0..world_size).map(world_rank).collect(),
+            None => Vec::new(),
+        };
+
+        let (checked, sequence) = (self.checked, self.sequence);
+        self.rounds.run(
+            self.broken,
+            |half| {
+                if let Some(call) = &unsent {
+                    half[..4].copy_from_slice(&(call.len() as u32).to_le_bytes());
+                    half[4..4 + call.len()].copy_from_slice(call);
+                }
+                write(&mut half[header..]);
+            },
+            |halves| {
+                for (peer, &other_rank) in world_ranks.iter().enumerate().filter(|(q, _)| *q != rank) {
+                    compare(&checked.call, halves.of(peer)?).map_err(|other| {
+                        let call = Box::new(checked.call.clone());
+                        Failure::Fault(match other {
+                            Some(other) => CommError::Mismatch {
+                                sequence,
+                                rank: world_ranks[rank],
+                                call,
+                                other_rank,
+                                other_call: Box::new(other),
+                            },
+                            None => CommError::Peer {
+                                rank: other_rank,
+                                message: format!("collective {sequence}, {call}: its call is not legible: are all ranks of one version?"),
+                            },
+                        })
+                    })?;
+                }
+                read(halves, header)
+            },
+        )
+    }
+
+    /// Sends segment q of `send` to rank q, in pieces; `take` gets the range of a piece within this
+    /// rank's segment, and its bytes from every rank, in rank order.
+    fn scatter(
+        &mut self,
+        mut take: impl FnMut(Range<usize>, &[&[u8]]) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        let Checked { call, send, .. } = self.checked;
+        let Group { rank, world_size } = self.group();
+        let elem = call.dtype.size_bytes();
+        let stride = DATA_BYTES / world_size / 64 * 64;
+        let step = (stride / elem).max(1);
+        let segments: Vec<Range<usize>> = call.segments.ranges(world_size).collect();
+        let piece = |segment: &Range<usize>, at: usize| {
+            let start = (segment.start + at).min(segment.end);
+            send.slice(start..(start + step).min(segment.end))
+        };
+
+        for at in (0..self.longest().max(1)).step_by(step) {
+            let own = piece(&segments[rank], at);
+            self.round(
+                |half| {
+                    for (peer, segment) in segments.iter().enumerate().filter(|(q, _)| *q != rank) {
+                        let bytes = host(piece(segment, at));
+                        half[peer * stride..][..bytes.len()].copy_from_slice(bytes);
+                    }
+                },
+                |halves, header| {
+                    let mut pieces = Vec::with_capacity(world_size);
+                    for peer in 0..world_size {
+                        pieces.push(match peer == rank {
+                            true => host(own),
+                            false => &halves.of(peer)?[header + rank * stride..][..own.len_bytes()],
+                        });
+                    }
+                    take(
+                        at.min(segments[rank].len())..at.min(segments[rank].len()) + own.len(),
+                        &pieces,
+                    )
+                },
+            )?;
+        }
+        Ok(())
+    }
+
+    fn reduce_scatter(&mut self, op: ReduceOp, recv: AnySlice) -> Result<(), Failure> {
+        match self.checked.call.comm_dtype() {
+            CommDType::F32 => self.reduce_scatter_of::<f32>(op, recv),
+            CommDType::F64 => self.reduce_scatter_of::<f64>(op, recv),
+            CommDType::Bf16 => self.reduce_scatter_of::<bf16>(op, recv),
+            CommDType::F16 => self.reduce_scatter_of::<f16>(op, recv),
+            CommDType::U8 => self.reduce_scatter_of::<u8>(op, recv),
+        }
+    }
+
+    fn reduce_scatter_of<T: Reducible>(
+        &mut self,
+        op: ReduceOp,
+        recv: AnySlice,
+    ) -> Result<(), Failure> {
+        let out: DeviceSlice<T> = recv.typed()?;
+        let mut result = vec![T::default(); CHUNK_ELEMS.min(out.len())];
+        self.scatter(|range, pieces| {
+            if range.is_empty() {
+                return Ok(());
+            }
+            let pieces: Vec<&[T]> = pieces
+                .iter()
+                .map(|bytes| bytemuck::cast_slice(bytes))
+                .collect();
+            for start in (0..range.len()).step_by(CHUNK_ELEMS) {
+                let chunk = start..(start + CHUNK_ELEMS).min(range.len());
+                let result = &mut result[..chunk.len()];
+                let views: Vec<&[T]> = pieces.iter().map(|piece| &piece[chunk.clone()]).collect();
+                T::reduce(op, &views, result, Store::Cached);
+                let into = out.slice(range.start + chunk.start..range.start + chunk.end);
+                // SAFETY: the memory is valid by the promise of the slice's maker, and only this
+                // operation accesses it now. In place, it is this rank's piece, whose view was read
+                // above for the last time.
+                unsafe { into.as_host_mut() }.copy_from_slice(result);
+            }
+            Ok(())
+        })
+    }
+
+    fn all_to_all(&mut self, recv: AnySlice) -> Result<(), Failure> {
+        let segments: Vec<Range<usize>> = self.checked.call.segments.ranges(self.n()).collect();
+        self.scatter(|range, pieces| {
+            for (piece, segment) in pieces.iter().zip(&segments) {
+                let into = recv.slice(segment.start + range.start..segment.start + range.end);
+                copy(piece, into);
+            }
+            Ok(())
+        })
+    }
+
+    /// Gathers the ranks' segments to `recv`; `send` is this rank's.
+    fn all_gather(&mut self, send: AnySlice, recv: AnySlice) -> Result<(), Failure> {
+        let call = &self.checked.call;
+        let Group { rank, world_size } = self.group();
+        let step = DATA_BYTES / call.dtype.size_bytes();
+        let segments: Vec<Range<usize>> = call.segments.ranges(world_size).collect();
+        let own = recv.slice(segments[rank].clone());
+        if own.as_ptr() != send.as_ptr() {
+            copy(host(send), own);
+        }
+
+        // Behind a reduce-scatter, ranks without elements have nothing to say.
+        let least = usize::from(self.unsent.is_some());
+        for at in (0..self.longest().max(least)).step_by(step) {
+            let piece = |segment: &Range<usize>| {
+                let start = (segment.start + at).min(segment.end);
+                recv.slice(start..(start + step).min(segment.end))
+            };
+            self.round(
+                |half| {
+                    let bytes = host(piece(&segments[rank]));
+                    half[..bytes.len()].copy_from_slice(bytes);
+                },
+                |halves, header| {
+                    for (peer, segment) in segments.iter().enumerate().filter(|(q, _)| *q != rank) {
+                        let into = piece(segment);
+                        copy(&halves.of(peer)?[header..][..into.len_bytes()], into);
+                    }
+                    Ok(())
+                },
+            )?;
+        }
+        Ok(())
+    }
+
+    fn broadcast(&mut self, buffer: AnySlice, root: usize) -> Result<(), Failure> {
+        let rank = self.rank();
+        let step = DATA_BYTES / self.checked.call.dtype.size_bytes();
+        for at in (0..buffer.len().max(1)).step_by(step) {
+            let piece = buffer.slice(at.min(buffer.len())..(at + step).min(buffer.len()));
+            self.round(
+                |half| {
+                    if rank == root {
+                        let bytes = host(piece);
+                        half[..bytes.len()].copy_from_slice(bytes);
+                    }
+                },
+                |halves, header| {
+                    if rank != root {
+                        copy(&halves.of(root)?[header..][..piece.len_bytes()], piece);
+                    }
+                    Ok(())
+                },
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// The bytes of a buffer of this rank, until the next one is written.
+fn host<'a>(slice: AnySlice) -> &'a [u8] {
+    if slice.is_empty() {
+        return &[];
+    }
+    slice.note_access(false);
+    // SAFETY: host memory that is valid by the promise of the slice's maker, by `Checked::check`;
+    // only this operation accesses it now, and it ends each view before it writes there.
+    unsafe { std::slice::from_raw_parts(slice.as_ptr(), slice.len_bytes()) }
+}
+
+fn copy(from: &[u8], to: AnySlice) {
+    if to.is_empty() {
+        return;
+    }
+    to.note_access(true);
+    // SAFETY: as for `host`; the source is other memory.
+    unsafe { std::slice::from_raw_parts_mut(to.as_ptr(), to.len_bytes()) }.copy_from_slice(from);
+}
+
+/// Compares `call` with the one in the header of another rank's half, which is the error; `None` if
+/// it is none.
+fn compare(call: &Call, half: &[u8]) -> Result<(), Option<Call>> {
+    let bytes = half
+        .first_chunk()
+        .map_or(0, |len| u32::from_le_bytes(*len) as usize);
+    let theirs = half.get(4..4 + bytes).ok_or(None)?;
+    let (theirs, _) = postcard::take_from_bytes::<Call>(theirs).map_err(|_| None)?;
+    match theirs == *call {
+        true => Ok(()),
+        false => Err(Some(theirs)),
+    }
+}
