@@ -13,6 +13,7 @@
 //! - **loop**: for reduce-scatter, a plain loop with the same reads and writes,
 //!   `out[i] = a[i] + b[i] + ...`, without synchronization: the limit of the memory for this access
 //!   pattern.
+//! - **processes**: the same collective between processes over shared memory.
 //! - **barrier**: a collective that moves no bytes: the cost of synchronizing the ranks, which each
 //!   collective pays twice.
 //!
@@ -31,7 +32,9 @@ use multiversion::multiversion;
 use zero_alloc::device::{AnySlice, DType, Device, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
+use zero_comm::processes::ProcessComm;
 use zero_comm::threads::{ThreadsComm, World};
+use zero_comm::world::Ranks;
 use zero_comm::{CommOptions, Communicator, ReduceOp};
 
 const LIMIT: Duration = Duration::from_secs(600);
@@ -47,7 +50,7 @@ fn moved(op: &str, n: usize, s: usize) -> usize {
 }
 
 struct Rank {
-    comm: ThreadsComm,
+    comm: Arc<dyn Communicator<HostDevice>>,
     stream: HostStream,
     whole: AnySlice,
     part: AnySlice,
@@ -55,7 +58,7 @@ struct Rank {
 }
 
 impl Rank {
-    fn new(comm: ThreadsComm, dtype: DType, bytes: usize) -> Self {
+    fn new(comm: Arc<dyn Communicator<HostDevice>>, dtype: DType, bytes: usize) -> Self {
         let device = HostDevice::new();
         let stream = device.create_stream("comm").expect("a stream");
         let pool = Pool::new(device.clone(), usize::MAX);
@@ -212,7 +215,7 @@ fn measure(op: &'static str, dtype: DType, n: usize, bytes: usize, budget: Durat
     let spawn = |comm: ThreadsComm| {
         let rounds = Arc::clone(&rounds);
         std::thread::spawn(move || {
-            let rank = Rank::new(comm, dtype, bytes);
+            let rank = Rank::new(Arc::new(comm), dtype, bytes);
             let copied = moved(op, n, bytes) / n / 2;
             let (from, mut to, mut past) =
                 (vec![1u8; copied], vec![2u8; copied], vec![3u8; copied]);
@@ -292,6 +295,55 @@ fn peer(name: &str, command: &mut Command) -> Seconds {
         .collect()
 }
 
+/// Starts this program as 2 and as 4 processes.
+fn processes(dtype: &str, sizes: &[String]) -> Seconds {
+    let run = |n: usize| {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").and_then(|free| free.local_addr());
+        let port = port.expect("a free port").port();
+        let command = |rank: usize| {
+            let mut command = Command::new(std::env::current_exe().expect("this program"));
+            command.args(["--dtype", dtype]).args(sizes);
+            command.envs([
+                ("RANK", rank.to_string()),
+                ("WORLD_SIZE", n.to_string()),
+                ("MASTER_ADDR", "127.0.0.1".to_owned()),
+                ("MASTER_PORT", port.to_string()),
+            ]);
+            command
+        };
+        let others: Vec<_> = (1..n).map(|rank| command(rank).spawn()).collect();
+        let seconds = peer("processes", &mut command(0));
+        for other in others.into_iter().flatten() {
+            let _ended = { other }.wait();
+        }
+        seconds
+    };
+    [2, 4].into_iter().flat_map(run).collect()
+}
+
+/// A rank of [`processes`]: the best of 12 rounds, each of about 4 MB or at least once.
+fn process_main(ranks: &Ranks, dtype: DType) {
+    let options = CommOptions::default().limit(LIMIT);
+    let comm: Arc<dyn Communicator<HostDevice>> =
+        Arc::new(ProcessComm::join(ranks, options).expect("a world"));
+    for op in OPS {
+        for bytes in std::env::args().filter_map(|arg| arg.parse().ok()) {
+            let rank = Rank::new(Arc::clone(&comm), dtype, bytes);
+            let repeat = ((4 << 20) / bytes).clamp(1, 1000) as u32;
+            let time = |_| {
+                rank.run("barrier", 1);
+                let start = Instant::now();
+                rank.run(op, repeat);
+                start.elapsed().as_secs_f64() / f64::from(repeat)
+            };
+            let best = (0..12).map(time).fold(f64::INFINITY, f64::min);
+            if ranks.rank == 0 {
+                println!("{op} {} {bytes} {best:.9}", ranks.world_size);
+            }
+        }
+    }
+}
+
 fn gloo(sizes: &[String]) -> Seconds {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/peers/gloo_collectives.py");
     peer("gloo", Command::new("python3").arg(script).args(sizes))
@@ -341,9 +393,13 @@ fn main() {
         Some("fp16") => DType::F16,
         Some(other) => return println!("--dtype fp32, bf16 or fp16, not {other}"),
     };
+    if let Ok(Some(ranks)) = Ranks::from_env() {
+        return process_main(&ranks, dtype);
+    }
 
     let budget = Duration::from_millis(if flag("--quick") { 200 } else { 800 });
     let texts: Vec<String> = sizes.iter().map(ToString::to_string).collect();
+    let processes = processes(value("--dtype").as_deref().unwrap_or("fp32"), &texts);
     // The peers support only fp32.
     let peers = !flag("--no-peer") && dtype == DType::F32;
     let (gloo, mpi) = if peers {
@@ -353,9 +409,9 @@ fn main() {
     };
 
     println!(
-        "| operation | ranks | bytes | us | GB/s | of copy | of loop | barrier us | x gloo | x Open MPI |"
+        "| operation | ranks | bytes | us | GB/s | of copy | of loop | barrier us | processes us | x gloo | x Open MPI |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|");
     let only = value("--op");
     for op in OPS
         .into_iter()
@@ -370,13 +426,15 @@ fn main() {
                     peer.get(&key)
                         .map_or("-".into(), |p| format!("{:.1}", p / time))
                 };
+                let between = processes.get(&key);
+                let between = between.map_or("-".into(), |seconds| format!("{:.1}", seconds * 1e6));
                 let of_loop = if op == "reduce_scatter" {
                     format!("{:.2}", plain / time)
                 } else {
                     "-".to_owned()
                 };
                 println!(
-                    "| {op} | {n} | {bytes} | {:.1} | {rate:.1} | {:.2} | {of_loop} | {:.1} | {} | {} |",
+                    "| {op} | {n} | {bytes} | {:.1} | {rate:.1} | {:.2} | {of_loop} | {:.1} | {between} | {} | {} |",
                     time * 1e6,
                     copy / time,
                     barrier * 1e6,

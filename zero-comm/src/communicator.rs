@@ -172,7 +172,7 @@ macro_rules! collectives {
 /// buffers behind that point.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no communicator of `{D}`",
-    note = "zero_comm has threads::ThreadsComm and Solo for the host, mpi::MpiComm with the feature `mpi`, and nccl::NcclCommunicator for CudaDevice with the feature `cuda`"
+    note = "zero_comm has threads::ThreadsComm and Solo for the host, processes::ProcessComm with the feature `processes`, mpi::MpiComm with the feature `mpi`, and nccl::NcclCommunicator for CudaDevice with the feature `cuda`"
 )]
 pub unsafe trait Communicator<D: Device>: Send + Sync {
     /// This rank and the number of ranks.

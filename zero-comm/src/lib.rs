@@ -31,8 +31,8 @@ mod unit_collectives;
 mod wait_on_drop;
 #[cfg(feature = "processes")]
 #[cfg_attr(
-    not(any(feature = "cuda", feature = "testing")),
-    allow(dead_code, reason = "the back ends of processes use it")
+    not(feature = "cuda"),
+    allow(dead_code, reason = "NCCL uses all of it")
 )]
 pub mod world;
 

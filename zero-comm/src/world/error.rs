@@ -94,13 +94,13 @@ pub enum RendezvousError {
         /// Rank 0's protocol version.
         expected: u32,
     },
-    /// Two ranks have different versions of NCCL.
-    #[error("rank {rank} has NCCL {}, rank 0 NCCL {}", version_text(*got), version_text(*expected))]
+    /// Two ranks have different back ends, or different versions of NCCL.
+    #[error("rank {rank} has {}, rank 0 {}", library_text(*got), library_text(*expected))]
     Library {
         /// The rank that differs.
         rank: usize,
         got: u64,
-        /// Rank 0's NCCL version.
+        /// Rank 0's NCCL version; 0 for shared memory.
         expected: u64,
     },
     /// Two processes have the same rank.
@@ -179,6 +179,13 @@ pub(crate) fn version_text(version: u64) -> String {
     )
 }
 
+fn library_text(version: u64) -> String {
+    match version {
+        0 => "shared memory".to_owned(),
+        _ => format!("NCCL {}", version_text(version)),
+    }
+}
+
 fn strangers_text(strangers: usize) -> String {
     match strangers {
         0 => String::new(),
@@ -233,5 +240,6 @@ mod tests {
             library.to_string(),
             "rank 2 has NCCL 2.28.9, rank 0 NCCL 2.30.7"
         );
+        assert_eq!(library_text(0), "shared memory");
     }
 }
