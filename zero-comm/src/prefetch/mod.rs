@@ -305,6 +305,12 @@ impl<D: Device> Prefetcher<D> {
         Ok(PrefetchStep(self))
     }
 
+    /// Goes on with a step that was [paused](PrefetchStep::pause). Without one, no unit of an
+    /// earlier step is used again, since its end has freed them.
+    pub fn continue_step(&mut self) -> PrefetchStep<'_, D> {
+        PrefetchStep(self)
+    }
+
     fn begin_step(&mut self) -> Result<(), PrefetchError> {
         // A start that failed may have gathered units, which other ranks count: the next start goes
         // on with them.

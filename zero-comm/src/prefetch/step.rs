@@ -39,6 +39,12 @@ impl<D: Device> PrefetchStep<'_, D> {
         self.0.live_elems()
     }
 
+    /// Keeps the step open without the guard, for a caller that cannot borrow the prefetcher for so
+    /// long. [`Prefetcher::continue_step`] goes on with it.
+    pub fn pause(self) {
+        std::mem::forget(self);
+    }
+
     /// Ends the step and checks the order of use.
     pub fn end(self) -> PrefetchReport {
         // The drop would end it again.

@@ -16,15 +16,15 @@ use zero_shard::{Layout, ParamId, ParamPlacement, ParamSpec, UnitLayout, UnitSpe
 
 use crate::{
     GroupRules, OptimizerBuilder, OptimizerConfig, ParamGroups, RankSettings, Segment,
-    ShardedOptimizer, StateFormat, StateHome, StateKind, StateRange, agree,
+    ShardedOptimizer, StateFormat, StateHome, agree,
 };
 
 use super::FrameworkError;
 use super::core::{Core, UnitParams, kept};
-use super::gradients::Gradients;
+use super::gradients::{Gradients, SumOptions};
 use super::rank::Rank;
-use super::rank_calls::{Call, Uses};
-use super::values::{hash, range_of, short_name};
+use super::rank_calls::Call;
+use super::values::short_name;
 use super::zero::Zero;
 
 /// Elements of the largest bucket by default: 64 MiB in bf16.
@@ -53,6 +53,7 @@ pub struct Builder<D: Device> {
     reduce_dtype: Option<DType>,
     config: OptimizerConfig,
     micro_batches: usize,
+    adds_gradients: bool,
     units: Vec<UnitSpec>,
     rules: Vec<GroupRules>,
     group_of: GroupOf,
@@ -83,6 +84,7 @@ impl<D: Device> Builder<D> {
             reduce_dtype: None,
             config: OptimizerConfig::default(),
             micro_batches: 1,
+            adds_gradients: false,
             units: Vec::new(),
             rules: vec![GroupRules::default()],
             group_of: Box::new(|_| 0),
@@ -135,6 +137,13 @@ impl<D: Device> Builder<D> {
     /// Sets the number of micro-batches of a step. Default: 1.
     pub fn micro_batches(mut self, micro_batches: usize) -> Self {
         self.micro_batches = micro_batches;
+        self
+    }
+
+    /// Makes a second gradient of a parameter in one micro-batch add to the first, as PyTorch's do.
+    /// Default: it is an error, as after a backward that failed and was called again.
+    pub fn add_gradients(mut self) -> Self {
+        self.adds_gradients = true;
         self
     }
 
@@ -201,27 +210,55 @@ impl<D: Device> Builder<D> {
     /// A rank has other settings or initial values, or could not start: all ranks have the error.
     pub fn build(
         self,
-        init: impl FnMut(&str, &[u64], &mut [f32]),
+        mut init: impl FnMut(&str, &[u64], &mut [f32]),
+    ) -> Result<Zero<D>, FrameworkError> {
+        self.build_with(|core| core.initialise(&mut init), |_| Ok(()))
+    }
+
+    /// As [`Self::build`], with the initial values of rank 0 on all ranks: `init` is called on that
+    /// rank only. A unit at a time travels and is whole in memory.
+    ///
+    /// # Errors
+    /// A rank has other settings, or could not start: all ranks have the error.
+    pub fn build_from_rank_0(
+        self,
+        mut init: impl FnMut(&str, &[u64], &mut [f32]),
+    ) -> Result<Zero<D>, FrameworkError> {
+        self.build_with(
+            |_| Ok(Vec::new()),
+            |core| core.initialise_from_rank_0(&mut init),
+        )
+    }
+
+    /// Makes the run. `before` makes the initial values of this rank, whose hashes the ranks compare
+    /// with their settings; `after` those that need communication.
+    fn build_with(
+        self,
+        before: impl FnOnce(&mut Core<D>) -> Result<Vec<(String, u64)>, FrameworkError>,
+        after: impl FnOnce(&mut Core<D>) -> Result<(), FrameworkError>,
     ) -> Result<Zero<D>, FrameworkError> {
         let rank = self.rank.comm.rank();
         let comm = Arc::clone(&self.rank.comm);
         let exchange = self.rank.exchanger(Call::Build);
-        let made = self.make(init);
+        let made = self.make().and_then(|(mut zero, mut settings)| {
+            for (name, hash) in before(&mut zero.core)? {
+                settings.push(format!("hash of the initial values of {name}"), hash);
+            }
+            zero.core.gradients.identify(&settings);
+            Ok((zero, settings))
+        });
 
         let settings = made.as_ref().map(|(_, settings)| settings);
         let settings = settings.map_err(|error| error as &dyn fmt::Display);
         agree(rank, settings, exchange)?;
         let (mut zero, _) = made?;
-        let gathered = zero.core.gather();
+        let gathered = after(&mut zero.core).and_then(|()| zero.core.gather());
         gathered.inspect_err(|error| comm.abort(&error.to_string()))?;
         Ok(zero)
     }
 
     /// Makes the run without communication.
-    fn make(
-        self,
-        mut init: impl FnMut(&str, &[u64], &mut [f32]),
-    ) -> Result<(Zero<D>, RankSettings), FrameworkError> {
+    fn make(self) -> Result<(Zero<D>, RankSettings), FrameworkError> {
         // Why without `..`: a new setting does not compile until it is used, and so is agreed on.
         let Self {
             rank,
@@ -230,6 +267,7 @@ impl<D: Device> Builder<D> {
             reduce_dtype,
             config,
             micro_batches,
+            adds_gradients,
             units,
             rules,
             group_of,
@@ -244,6 +282,7 @@ impl<D: Device> Builder<D> {
         let layout = Layout::new(&units, ranks as u64, 1)?;
         check(&units, micro_batches)?;
         let mut settings = settings(&units, stage, micro_batches);
+        settings.push("add_gradients", adds_gradients);
         let groups = Groups::new(&layout, rules, &*group_of)?;
 
         let wait = WaitOnDrop::new(
@@ -271,14 +310,10 @@ impl<D: Device> Builder<D> {
             Some(offload) => offload(optim),
             None => optim,
         };
-        let mut optim = optim.build(segments)?;
+        let optim = optim.build(segments)?;
         for (name, value) in optim.settings().iter() {
             settings.push(name, value);
         }
-        for (name, hash) in initialise(&rank, &layout, &params, &mut optim, &mut init)? {
-            settings.push(format!("hash of the initial values of {name}"), hash);
-        }
-
         let largest = layout.units().iter().map(|unit| unit.padded_elems as usize);
         let largest = largest
             .max()
@@ -296,9 +331,12 @@ impl<D: Device> Builder<D> {
         )?;
         let trained = |unit, param| groups.rules_of(ParamId { unit, param }).trainable;
         settings.push("prefetch", format!("{prefetch:?}"));
-        let uses = Uses::new(&settings);
-        let passes = (stage, micro_batches);
-        let gradients = Gradients::new(&rank, &layout, passes, buckets, uses, trained)?;
+        let sums = SumOptions {
+            stage,
+            micro_batches,
+            adds: adds_gradients,
+        };
+        let gradients = Gradients::new(&rank, &layout, sums, buckets, trained)?;
 
         let prefetcher = stage.shards_params().then(|| {
             Prefetcher::new(
@@ -326,6 +364,8 @@ impl<D: Device> Builder<D> {
                 state: serde_json::Value::Null,
                 has_views: false,
                 in_step: false,
+                begun: 0,
+                paused: None,
                 broken: None,
             },
             report: PrefetchReport::default(),
@@ -471,39 +511,4 @@ fn units_params<D: Device>(
         });
     }
     Ok(params)
-}
-
-/// Writes the initial values to parameters and masters. Returns the hash of each parameter's.
-fn initialise<D: Device>(
-    rank: &Rank<D>,
-    layout: &Layout,
-    params: &[UnitParams<D>],
-    optim: &mut ShardedOptimizer<D>,
-    init: &mut impl FnMut(&str, &[u64], &mut [f32]),
-) -> Result<Vec<(String, u64)>, FrameworkError> {
-    let mut hashes = Vec::new();
-    for (index, unit) in layout.units().iter().enumerate() {
-        let mut values = vec![0.0; unit.padded_elems as usize];
-        for (param, placed) in unit.params.iter().enumerate() {
-            let values = &mut values[range_of(unit, param)];
-            init(&placed.name, &placed.shape, values);
-            hashes.push((placed.name.clone(), hash(values)));
-        }
-
-        let own = &params[index].own;
-        let elems = own[0].0.len();
-        let start = match elems == values.len() {
-            true => 0,
-            false => unit.shard(rank.id()).start as usize,
-        };
-        let range = StateRange {
-            kind: StateKind::Master,
-            unit: index,
-            elems: 0..elems,
-        };
-        let values = &values[start..start + elems];
-        optim.write_state(&rank.compute, &range, own, values, rank.limit)?;
-        optim.write_unit_params(&rank.compute, index, own)?;
-    }
-    Ok(hashes)
 }

@@ -5,21 +5,24 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use half::{bf16, f16};
-use zero_alloc::Block;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceKind, Event, Stream};
+use zero_alloc::{Block, Purpose};
 use zero_ckpt::{CkptError, ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
 use zero_comm::Gather;
 use zero_kernels::RankStats;
 use zero_shard::{Layout, ParamId, ZeroStage};
 
-use crate::{Divisor, GatheredStats, RankParams, RankSettings, ShardedOptimizer, StepOutcome};
+use crate::{
+    Divisor, GatheredStats, RankParams, RankSettings, ShardedOptimizer, StateKind, StateRange,
+    StepOutcome,
+};
 use crate::{UnitSlices, agree};
 
 use super::FrameworkError;
-use super::gradients::Gradients;
+use super::gradients::{Gradients, Grads};
 use super::rank::Rank;
-use super::rank_calls::{self, Call, EndOfStep, Losses};
-use super::values::{Memory, hash, some};
+use super::rank_calls::{self, Call, EndOfStep, Losses, StepSettings};
+use super::values::{Memory, hash, range_of, some};
 
 /// The parameters of a unit between steps.
 pub(super) struct UnitParams<D: Device> {
@@ -30,6 +33,12 @@ pub(super) struct UnitParams<D: Device> {
     /// The parameters are whole after it, at stages 0 to 2.
     pub(super) ready: D::Event,
     pub(super) memory: Memory,
+}
+
+/// What a step without its guard has beside [`Core`].
+pub(super) struct Paused {
+    pub(super) losses: Option<Losses>,
+    pub(super) last_error: Option<String>,
 }
 
 /// The key of the framework's part in the checkpoint's trainer document.
@@ -50,6 +59,10 @@ pub(super) struct Core<D: Device> {
     /// Whether the framework has views of parameters between steps.
     pub(super) has_views: bool,
     pub(super) in_step: bool,
+    /// Steps that began: the number of the current one.
+    pub(super) begun: u64,
+    /// The open step, while nobody has its guard.
+    pub(super) paused: Option<Paused>,
     /// Why no further step can begin.
     pub(super) broken: Option<String>,
 }
@@ -83,6 +96,16 @@ impl<D: Device> Core<D> {
         result.inspect_err(|error| self.fail(&error.to_string()))
     }
 
+    /// The sink of the gradients of a unit.
+    pub(super) fn sink(&mut self, index: usize) -> Grads<'_, D> {
+        Grads {
+            rank: &self.rank,
+            index,
+            unit: &self.layout.units()[index],
+            gradients: &mut self.gradients,
+        }
+    }
+
     /// The mean of the losses of validation over ranks.
     pub(super) fn mean(&self, loss: f64) -> Result<f64, FrameworkError> {
         let losses = Losses::Means(loss);
@@ -99,14 +122,17 @@ impl<D: Device> Core<D> {
         stats: RankStats,
         losses: Losses,
     ) -> Result<Vec<EndOfStep>, FrameworkError> {
-        let lr = self.optim.config().lr;
+        let step = StepSettings {
+            lr: self.optim.config().lr,
+            micro_batches: self.micro_batches,
+        };
         let uses = self.gradients.uses();
-        let own = EndOfStep::new(stats, losses, lr, uses);
+        let own = EndOfStep::new(stats, losses, step, uses);
         let messages = self.rank.exchange(call, bytemuck::bytes_of(&own))?;
 
         let all = EndOfStep::decode(&messages)?;
         if !EndOfStep::agree(&all) {
-            let settings = rank_calls::of_step(losses, lr, uses, &self.layout);
+            let settings = rank_calls::of_step(losses, step, uses, &self.layout);
             self.compare(call, &settings)?;
         }
         Ok(all)
@@ -116,6 +142,92 @@ impl<D: Device> Core<D> {
     fn compare(&self, call: Call, settings: &RankSettings) -> Result<(), FrameworkError> {
         let exchange = |message: &[u8]| self.rank.exchange(call, message);
         call.compare(self.rank.comm.rank(), settings, exchange)
+    }
+
+    /// Writes the initial values to parameters and masters. Returns the hash of each parameter's.
+    pub(super) fn initialise(
+        &mut self,
+        init: &mut impl FnMut(&str, &[u64], &mut [f32]),
+    ) -> Result<Vec<(String, u64)>, FrameworkError> {
+        let mut hashes = Vec::new();
+        for index in 0..self.params.len() {
+            let values = self.initial_values(index, init);
+            let unit = &self.layout.units()[index];
+            for (param, placed) in unit.params.iter().enumerate() {
+                hashes.push((placed.name.clone(), hash(&values[range_of(unit, param)])));
+            }
+            self.write_unit(index, &values)?;
+        }
+        Ok(hashes)
+    }
+
+    /// Writes the initial values of rank 0 to parameters and masters.
+    pub(super) fn initialise_from_rank_0(
+        &mut self,
+        init: &mut impl FnMut(&str, &[u64], &mut [f32]),
+    ) -> Result<(), FrameworkError> {
+        for index in 0..self.params.len() {
+            let elems = self.layout.units()[index].padded_elems as usize;
+            let mut values = match self.rank.comm.rank() {
+                0 => self.initial_values(index, init),
+                _ => vec![0.0; elems],
+            };
+            let Rank {
+                pool,
+                compute,
+                limit,
+                comm,
+                ..
+            } = &self.rank;
+            let block = pool.allocate(elems, DType::F32, Purpose::Workspace, compute)?;
+            // SAFETY: only the compute stream uses it, which the block was allocated for.
+            let sent = unsafe { block.slice() };
+            let bytes = bytemuck::cast_slice_mut(&mut values);
+            if comm.rank() == 0 {
+                pool.device().upload(compute, bytes, sent, *limit)?;
+            }
+            comm.broadcast(compute, sent, 0)?;
+            pool.device().download(compute, sent, bytes, *limit)?;
+            self.write_unit(index, &values)?;
+        }
+        Ok(())
+    }
+
+    fn initial_values(
+        &self,
+        index: usize,
+        init: &mut impl FnMut(&str, &[u64], &mut [f32]),
+    ) -> Vec<f32> {
+        let unit = &self.layout.units()[index];
+        let mut values = vec![0.0; unit.padded_elems as usize];
+        for (param, placed) in unit.params.iter().enumerate() {
+            init(
+                &placed.name,
+                &placed.shape,
+                &mut values[range_of(unit, param)],
+            );
+        }
+        values
+    }
+
+    /// Writes the values of a whole unit to this rank's part.
+    fn write_unit(&mut self, index: usize, values: &[f32]) -> Result<(), FrameworkError> {
+        let own = &self.params[index].own;
+        let elems = own[0].0.len();
+        let start = match elems == values.len() {
+            true => 0,
+            false => self.layout.units()[index].shard(self.rank.id()).start as usize,
+        };
+        let range = StateRange {
+            kind: StateKind::Master,
+            unit: index,
+            elems: 0..elems,
+        };
+        let values = &values[start..start + elems];
+        let Rank { compute, limit, .. } = &self.rank;
+        self.optim
+            .write_state(compute, &range, own, values, *limit)?;
+        Ok(self.optim.write_unit_params(compute, index, own)?)
     }
 
     pub(super) fn unit(&self, name: &str) -> Result<usize, FrameworkError> {

@@ -54,12 +54,13 @@ pub enum FrameworkError {
     },
     /// A second gradient in one micro-batch.
     #[error(
-        "{name} has a gradient already; sum its uses, or call next_micro_batch before the next backward pass"
+        "{name} has a gradient already; sum its uses, call next_micro_batch before the next backward pass, or set \
+         Builder::add_gradients"
     )]
     Twice { name: String },
     /// Parameters without a gradient at the end of a micro-batch.
     #[error(
-        "{count} of {all} parameters have no gradient: {names}; pass zeros for one that the loss does not depend on"
+        "{count} of {all} parameters have no gradient: {names}; call Step::unused for one that the loss does not depend on"
     )]
     Missing {
         count: usize,
@@ -130,6 +131,9 @@ pub enum FrameworkError {
         "parameters of {unit} are still in use after its forward or backward; drop every tensor that views them, or copy it"
     )]
     Kept { unit: String },
+    /// A unit that an earlier step has made whole.
+    #[error("{unit} was made whole in an earlier step; call Step::unshard again in this one")]
+    Old { unit: String },
     /// Memory that the host cannot read.
     #[error("{name} is in memory of a device; use ParamView::slice on the compute stream")]
     OnDevice { name: String },

@@ -16,6 +16,8 @@ use zero_comm::{Buckets, SumInto};
 use zero_kernels::Segments;
 use zero_shard::{Layout, UnitLayout, ZeroStage};
 
+use crate::RankSettings;
+
 use super::FrameworkError;
 use super::rank::Rank;
 use super::rank_calls::{Use, Uses};
@@ -24,13 +26,21 @@ use super::values::{Memory, find, range_of, some};
 /// Memory of a gradient.
 type Owner = Box<dyn Any + Send>;
 
-/// The gradients of one unit in a micro-batch.
+/// The gradients of one unit in a micro-batch. Its first pass, a gradient of each parameter, is summed
+/// when it is complete; second gradients at the end of the micro-batch, in the order of units, so
+/// that all ranks sum in one order.
 struct UnitGrads {
     /// Whether each parameter takes part in the training, and whether its gradient has arrived.
     trained: Vec<bool>,
     arrived: Vec<bool>,
     parts: Vec<(AnySlice, usize)>,
     owners: Vec<Owner>,
+    /// Second gradients, with their parameters.
+    second: Vec<(usize, AnySlice, Owner)>,
+    /// Something is summed in this step.
+    is_begun: bool,
+    /// What is summed is a sum over ranks, too.
+    is_reduced: bool,
     /// The place of the sum: the whole unit at stages 0 and 1, else this rank's shard.
     sum: AnySlice,
 }
@@ -42,10 +52,18 @@ impl UnitGrads {
     }
 }
 
+/// How gradients are summed.
+#[derive(Clone, Copy)]
+pub(super) struct SumOptions {
+    pub(super) stage: ZeroStage,
+    pub(super) micro_batches: usize,
+    /// Whether a second gradient in a micro-batch adds to the first.
+    pub(super) adds: bool,
+}
+
 /// The gradients of all units.
 pub(super) struct Gradients<D: Device> {
-    stage: ZeroStage,
-    micro_batches: usize,
+    options: SumOptions,
     /// The micro-batch of the step, from 0.
     micro: usize,
     units: Vec<UnitGrads>,
@@ -65,15 +83,14 @@ impl<D: Device> Gradients<D> {
     pub(super) fn new(
         rank: &Rank<D>,
         layout: &Layout,
-        (stage, micro_batches): (ZeroStage, usize),
+        options: SumOptions,
         buckets: Buckets<D>,
-        uses: Uses,
         trained: impl Fn(usize, usize) -> bool,
     ) -> Result<Self, FrameworkError> {
         let mut memory = Vec::new();
         let mut units = Vec::new();
         for (index, unit) in layout.units().iter().enumerate() {
-            let elems = match stage.shards_grads() {
+            let elems = match options.stage.shards_grads() {
                 true => unit.shard_elems,
                 false => unit.padded_elems,
             };
@@ -91,6 +108,9 @@ impl<D: Device> Gradients<D> {
                 trained,
                 parts: Vec::new(),
                 owners: Vec::new(),
+                second: Vec::new(),
+                is_begun: false,
+                is_reduced: false,
                 // SAFETY: the block lives as long as the unit; before both are dropped, the streams
                 // that use it have ended, since `Zero` waits for them.
                 sum: unsafe { block.slice() },
@@ -99,18 +119,22 @@ impl<D: Device> Gradients<D> {
         }
 
         Ok(Self {
-            stage,
-            micro_batches,
+            options,
             micro: 0,
             sums: units.iter().map(|_| None).collect(),
             units,
             buckets,
             failure: None,
-            uses,
+            uses: Uses::default(),
             packed: VecDeque::new(),
             unpacked: Vec::new(),
             _memory: memory,
         })
+    }
+
+    /// Sets the settings of the run, which the ranks compare by their fingerprint.
+    pub(super) fn identify(&mut self, settings: &RankSettings) {
+        self.uses = Uses::new(settings);
     }
 
     /// Takes the gradient of a parameter, of `slice`, which `owner` keeps.
@@ -132,25 +156,64 @@ impl<D: Device> Gradients<D> {
                 expected,
             });
         }
-        if grads.arrived[param] {
-            let name = placed.name.clone();
-            return Err(FrameworkError::Twice { name });
+        if std::mem::replace(&mut grads.arrived[param], true) {
+            if !self.options.adds {
+                let name = placed.name.clone();
+                return Err(FrameworkError::Twice { name });
+            }
+            if grads.trained[param] {
+                grads.second.push((param, slice, owner));
+            }
+            return Ok(());
         }
-
-        grads.arrived[param] = true;
         if grads.trained[param] {
             grads.parts.push((slice, range_of(unit, param).start));
             grads.owners.push(owner);
-            if grads.is_complete() {
-                self.unit_is_complete(rank, index).map_err(|error| {
-                    let error = error.at(|| format!("reduction of {}", unit.name));
-                    self.failure = Some(error.to_string());
-                    rank.comm.abort(&error.to_string());
-                    error
-                })?;
-            }
+            self.sum_if_complete(rank, index, unit)?;
         }
         Ok(())
+    }
+
+    /// Declares that a parameter has no gradient in this micro-batch.
+    fn leave_out(
+        &mut self,
+        rank: &Rank<D>,
+        (index, unit): (usize, &UnitLayout),
+        param: usize,
+    ) -> Result<(), FrameworkError> {
+        let grads = &mut self.units[index];
+        let has_arrived = std::mem::replace(&mut grads.arrived[param], true);
+        match grads.trained[param] && !has_arrived {
+            true => self.sum_if_complete(rank, index, unit),
+            false => Ok(()),
+        }
+    }
+
+    fn sum_if_complete(
+        &mut self,
+        rank: &Rank<D>,
+        index: usize,
+        unit: &UnitLayout,
+    ) -> Result<(), FrameworkError> {
+        match self.units[index].is_complete() {
+            true => self.sum_pass(rank, index, unit),
+            false => Ok(()),
+        }
+    }
+
+    /// Sums a pass of a unit. An error ends the run.
+    fn sum_pass(
+        &mut self,
+        rank: &Rank<D>,
+        index: usize,
+        unit: &UnitLayout,
+    ) -> Result<(), FrameworkError> {
+        self.unit_is_complete(rank, index).map_err(|error| {
+            let error = error.at(|| format!("reduction of {}", unit.name));
+            self.failure = Some(error.to_string());
+            rank.comm.abort(&error.to_string());
+            error
+        })
     }
 
     /// Enqueues the sum of a unit, and keeps the gradients until they are packed.
@@ -159,8 +222,8 @@ impl<D: Device> Gradients<D> {
         let mut parts = std::mem::take(&mut grads.parts);
         let owners = std::mem::take(&mut grads.owners);
         parts.sort_by_key(|(_, at)| *at);
-
-        let summed = self.sum(rank, index, &parts);
+        let is_first = !std::mem::replace(&mut grads.is_begun, true);
+        let summed = self.sum(rank, index, &parts, is_first);
         match summed.and_then(|()| Ok(rank.compute.record()?)) {
             Ok(packed) => self.packed.push_back((packed, owners)),
             Err(error) => {
@@ -183,44 +246,37 @@ impl<D: Device> Gradients<D> {
         rank: &Rank<D>,
         index: usize,
         parts: &[(AnySlice, usize)],
+        is_first: bool,
     ) -> Result<(), FrameworkError> {
         let kernels = &*rank.kernels;
-        let is_last = self.micro + 1 == self.micro_batches;
+        let SumOptions {
+            stage,
+            micro_batches,
+            ..
+        } = self.options;
+        let is_last = self.micro + 1 == micro_batches;
         let earlier = self.sums[index].take();
         let sum = self.units[index].sum;
-        let whole = |sum: AnySlice| Segments {
-            start: 0,
-            len: sum.len(),
-            stride: sum.len(),
-            count: 1,
-        };
+        let is_reduced = std::mem::replace(
+            &mut self.units[index].is_reduced,
+            stage.shards_grads() || is_last,
+        );
 
-        let packed = if self.stage.shards_grads() {
+        let packed = if is_reduced || stage.shards_grads() {
             let into = match earlier {
-                Some(earlier) if self.micro > 0 => SumInto::Add(earlier),
+                Some(earlier) if !is_first => SumInto::Add(earlier),
                 _ => SumInto::Write(sum),
             };
             self.buckets.reduce_unit(kernels, parts, into).map(Some)?
+        } else if is_last && is_first {
+            Some(self.reduce_whole(rank, parts, sum)?)
         } else {
-            let compute = &rank.compute;
-            if self.micro == 0 && self.micro_batches > 1 {
-                if let Some(earlier) = earlier {
-                    earlier.wait_on(compute)?;
-                    earlier.wait_for_readers(compute)?;
-                }
-                kernels.pack(compute, parts, whole(sum), sum)?;
-            } else if self.micro > 0 {
-                for (part, at) in parts {
-                    let acc = sum.slice(*at..at + part.len()).typed()?;
-                    kernels.accumulate(compute, *part, acc)?;
-                }
-            }
+            self.sum_on_rank(rank, (sum, earlier), parts, is_first)?;
             match is_last {
                 false => None,
-                true if self.micro_batches == 1 => Some(self.reduce_whole(rank, parts, sum)?),
                 // The sum of one rank's micro-batches.
                 true if rank.comm.world_size() == 1 => {
-                    let done = compute.record()?;
+                    let done = rank.compute.record()?;
                     // SAFETY: only the compute stream writes the sum, before the event; the next
                     // step's writes wait for its readers.
                     Some(unsafe { Reduced::new(sum, done) })
@@ -236,6 +292,37 @@ impl<D: Device> Gradients<D> {
         Ok(())
     }
 
+    /// Adds `parts` to this rank's sum over micro-batches, or replaces that of the last step.
+    fn sum_on_rank(
+        &self,
+        rank: &Rank<D>,
+        (sum, earlier): (AnySlice, Option<Reduced<D>>),
+        parts: &[(AnySlice, usize)],
+        is_first: bool,
+    ) -> Result<(), FrameworkError> {
+        let Rank {
+            kernels, compute, ..
+        } = rank;
+        if !is_first {
+            for (part, at) in parts {
+                let acc = sum.slice(*at..at + part.len()).typed()?;
+                kernels.accumulate(compute, *part, acc)?;
+            }
+            return Ok(());
+        }
+        if let Some(earlier) = earlier {
+            earlier.wait_on(compute)?;
+            earlier.wait_for_readers(compute)?;
+        }
+        let whole = Segments {
+            start: 0,
+            len: sum.len(),
+            stride: sum.len(),
+            count: 1,
+        };
+        Ok(kernels.pack(compute, parts, whole, sum)?)
+    }
+
     /// Enqueues the sum over ranks at stages 0 and 1.
     fn reduce_whole(
         &self,
@@ -243,7 +330,7 @@ impl<D: Device> Gradients<D> {
         parts: &[(AnySlice, usize)],
         sum: AnySlice,
     ) -> Result<Reduced<D>, FrameworkError> {
-        let own = match self.stage {
+        let own = match self.options.stage {
             ZeroStage::Zero => 0..sum.len(),
             _ => {
                 let shard = sum.len() / rank.comm.world_size();
@@ -254,10 +341,15 @@ impl<D: Device> Gradients<D> {
         Ok(self.buckets.reduce_unit(&*rank.kernels, parts, into)?)
     }
 
-    /// Begins a step.
-    pub(super) fn begin(&mut self) {
+    /// Begins a step of a number of micro-batches.
+    pub(super) fn begin(&mut self, micro_batches: usize) {
+        self.options.micro_batches = micro_batches;
         self.micro = 0;
         self.uses.begin_step();
+        for unit in &mut self.units {
+            unit.is_begun = false;
+            unit.is_reduced = false;
+        }
         self.begin_micro_batch();
     }
 
@@ -278,16 +370,41 @@ impl<D: Device> Gradients<D> {
     }
 
     /// Ends a micro-batch that is not the last.
-    pub(super) fn next_micro_batch(&mut self, layout: &Layout) -> Result<(), FrameworkError> {
+    pub(super) fn next_micro_batch(
+        &mut self,
+        rank: &Rank<D>,
+        layout: &Layout,
+    ) -> Result<(), FrameworkError> {
         self.check_complete(layout)?;
-        if self.micro + 1 == self.micro_batches {
+        if self.micro + 1 == self.options.micro_batches {
             return Err(FrameworkError::MicroBatches {
                 got: self.micro + 2,
-                expected: self.micro_batches,
+                expected: self.options.micro_batches,
             });
         }
+        self.sum_second(rank, layout)?;
         self.micro += 1;
         self.begin_micro_batch();
+        Ok(())
+    }
+
+    /// Sums second gradients: those of one parameter in one pass each.
+    fn sum_second(&mut self, rank: &Rank<D>, layout: &Layout) -> Result<(), FrameworkError> {
+        for (index, unit) in layout.units().iter().enumerate() {
+            while !self.units[index].second.is_empty() {
+                let grads = &mut self.units[index];
+                let mut taken = vec![false; unit.params.len()];
+                for (param, slice, owner) in std::mem::take(&mut grads.second) {
+                    if std::mem::replace(&mut taken[param], true) {
+                        grads.second.push((param, slice, owner));
+                    } else {
+                        grads.parts.push((slice, range_of(unit, param).start));
+                        grads.owners.push(owner);
+                    }
+                }
+                self.sum_pass(rank, index, unit)?;
+            }
+        }
         Ok(())
     }
 
@@ -318,16 +435,20 @@ impl<D: Device> Gradients<D> {
         })
     }
 
-    /// Checks that the step can end.
-    pub(super) fn check_end(&self, layout: &Layout) -> Result<(), FrameworkError> {
+    /// Ends the last micro-batch.
+    pub(super) fn end_micro_batches(
+        &mut self,
+        rank: &Rank<D>,
+        layout: &Layout,
+    ) -> Result<(), FrameworkError> {
         self.check_complete(layout)?;
-        if self.micro + 1 != self.micro_batches {
+        if self.micro + 1 != self.options.micro_batches {
             return Err(FrameworkError::MicroBatches {
                 got: self.micro + 1,
-                expected: self.micro_batches,
+                expected: self.options.micro_batches,
             });
         }
-        Ok(())
+        self.sum_second(rank, layout)
     }
 
     /// Gives frozen units, which have no gradients, an empty sum.
@@ -450,5 +571,10 @@ impl<D: Device> Grads<'_, D> {
     fn take(&mut self, param: usize, slice: AnySlice, owner: Owner) -> Result<(), FrameworkError> {
         let unit = (self.index, self.unit);
         self.gradients.take(self.rank, unit, param, slice, owner)
+    }
+
+    pub(super) fn leave_out(&mut self, param: usize) -> Result<(), FrameworkError> {
+        let unit = (self.index, self.unit);
+        self.gradients.leave_out(self.rank, unit, param)
     }
 }

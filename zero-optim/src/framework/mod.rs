@@ -25,7 +25,7 @@
 //!
 //! | misuse | result |
 //! |---|---|
-//! | a parameter without a gradient at the end, or with two | an error that names it |
+//! | a parameter without a gradient at the end of a micro-batch, or with two | an error that names it; see [`Step::unused`], [`Builder::add_gradients`] |
 //! | a name or a length that does not exist | an error that names both; the step may go on |
 //! | a name that means two parameters of a unit | an error of [`Builder::build`] |
 //! | ranks with other parameters, groups, settings, formats of state, stages or initial values | an error of [`Builder::build`] on all ranks |
@@ -55,6 +55,6 @@ pub use error::FrameworkError;
 pub use gradients::Grads;
 pub use half::{bf16, f16};
 pub use rank::Rank;
-pub use step::Step;
+pub use step::{HeldUnit, Step};
 pub use values::{ParamView, Params};
 pub use zero::Zero;

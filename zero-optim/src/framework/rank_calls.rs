@@ -165,10 +165,18 @@ pub(super) struct EndOfStep {
     run: u64,
     order: u64,
     lr: u64,
+    micro_batches: u64,
+}
+
+/// What is equal on all ranks at the end of a step, beside the losses and the order of units.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StepSettings {
+    pub(super) lr: f64,
+    pub(super) micro_batches: usize,
 }
 
 impl EndOfStep {
-    pub(super) fn new(stats: RankStats, losses: Losses, lr: f64, uses: &Uses) -> Self {
+    pub(super) fn new(stats: RankStats, losses: Losses, step: StepSettings, uses: &Uses) -> Self {
         let (weight, is_weighted) = match losses {
             Losses::Means(_) => (0.0, 0),
             Losses::Sums { weight, .. } => (weight, 1),
@@ -179,7 +187,8 @@ impl EndOfStep {
             is_weighted,
             run: uses.run,
             order: uses.hash,
-            lr: lr.to_bits(),
+            lr: step.lr.to_bits(),
+            micro_batches: step.micro_batches as u64,
         }
     }
 
@@ -210,9 +219,13 @@ impl EndOfStep {
                 run,
                 order,
                 lr,
+                micro_batches,
             } = *other;
-            let of_first = (first.is_weighted, first.run, first.order, first.lr);
-            (is_weighted, run, order, lr) == of_first
+            is_weighted == first.is_weighted
+                && run == first.run
+                && order == first.order
+                && lr == first.lr
+                && micro_batches == first.micro_batches
         })
     }
 }
@@ -226,7 +239,7 @@ pub(super) struct Use {
 
 /// The gathers and reductions of units, in order: two ranks that use units of equal lengths in
 /// different orders have no other sign of it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Uses {
     /// The fingerprint of the run's settings: ranks may have several runs on one communicator.
     run: u64,
@@ -239,8 +252,7 @@ impl Uses {
     pub(super) fn new(run: &RankSettings) -> Self {
         Self {
             run: run.fingerprint(),
-            of_step: Vec::new(),
-            hash: 0,
+            ..Self::default()
         }
     }
 
@@ -263,10 +275,16 @@ impl Uses {
 }
 
 /// The values that are equal on all ranks at the end of a step, in words.
-pub(super) fn of_step(losses: Losses, lr: f64, uses: &Uses, layout: &Layout) -> RankSettings {
+pub(super) fn of_step(
+    losses: Losses,
+    step: StepSettings,
+    uses: &Uses,
+    layout: &Layout,
+) -> RankSettings {
     let mut settings = RankSettings::new();
     settings.push("the kind of losses", losses.name());
-    settings.push("the learning rate", lr);
+    settings.push("the learning rate", step.lr);
+    settings.push("the number of micro-batches", step.micro_batches);
     for (at, used) in uses.of_step.iter().enumerate() {
         let unit = &layout.units()[used.unit].name;
         let what = match used.is_gather {

@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device, DeviceKind, Element};
 use zero_comm::{PrefetchReport, PrefetchStep, Unsharded};
-use zero_shard::UnitLayout;
+use zero_shard::{ParamId, UnitLayout};
 
 use crate::StepOutcome;
 
 use super::FrameworkError;
-use super::core::Core;
+use super::core::{Core, Paused};
 use super::gradients::Grads;
 use super::rank_calls::Losses;
 use super::values::{Memory, Params};
@@ -58,6 +58,22 @@ impl<D: Device> CallParams<D> {
     }
 }
 
+/// A unit that a step has made whole, until it is passed to [`Step::reshard`]. Dropping it frees
+/// gathered parameters, too, but then no later use of the step can have them.
+#[must_use = "pass it to Step::reshard"]
+pub struct HeldUnit<D: Device> {
+    index: usize,
+    /// The number of the step.
+    step: u64,
+    params: CallParams<D>,
+}
+
+impl<D: Device> fmt::Debug for HeldUnit<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HeldUnit({})", self.index)
+    }
+}
+
 impl<D: Device> Step<'_, D> {
     /// Calls `forward` with the parameters of a unit; at stage 3 they are gathered for the call,
     /// and meanwhile the next unit's. May also be called in backward, to read them again.
@@ -70,9 +86,9 @@ impl<D: Device> Step<'_, D> {
         unit: &str,
         forward: impl FnOnce(&Params<'_>) -> Result<R, E>,
     ) -> Result<R, FrameworkError> {
-        let (index, held) = self.hold_for("forward", unit)?;
-        let result = forward(&held.params(&self.core.layout.units()[index]));
-        self.release(index, held, result)
+        let held = self.hold_for("forward", unit)?;
+        let result = forward(&held.params.params(&self.core.layout.units()[held.index]));
+        self.release(held, result)
     }
 
     /// Calls `backward` with the parameters of a unit and the sink of its gradients. Gradients that
@@ -85,23 +101,41 @@ impl<D: Device> Step<'_, D> {
         unit: &str,
         backward: impl FnOnce(&Params<'_>, &mut Grads<'_, D>) -> Result<R, E>,
     ) -> Result<R, FrameworkError> {
-        let (index, held) = self.hold_for("backward", unit)?;
-        let Core {
-            rank,
-            layout,
-            gradients,
-            ..
-        } = &mut *self.core;
+        let held = self.hold_for("backward", unit)?;
+        let mut grads = self.core.sink(held.index);
+        let result = backward(&held.params.params(grads.unit), &mut grads);
+        self.release(held, result)
+    }
 
-        let unit = &layout.units()[index];
-        let mut grads = Grads {
-            rank,
-            index,
-            unit,
-            gradients,
-        };
-        let result = backward(&held.params(unit), &mut grads);
-        self.release(index, held, result)
+    /// Makes a unit whole until [`Self::reshard`], for a framework whose forward and backward are
+    /// hooks instead of closures.
+    ///
+    /// # Errors
+    /// There is no such unit, or a gather or a stream failed.
+    pub fn unshard(&mut self, unit: &str) -> Result<HeldUnit<D>, FrameworkError> {
+        self.hold_for("unshard", unit)
+    }
+
+    /// The parameters of a unit that this step has made whole.
+    ///
+    /// # Errors
+    /// Another step has made it whole: its parameters may be old.
+    pub fn params<'b>(&'b self, held: &'b HeldUnit<D>) -> Result<Params<'b>, FrameworkError> {
+        let unit = &self.core.layout.units()[held.index];
+        if held.step != self.core.begun {
+            let unit = unit.name.clone();
+            return Err(FrameworkError::Old { unit });
+        }
+        Ok(held.params.params(unit))
+    }
+
+    /// Ends a use of a unit. At stage 3 its memory is freed behind what the compute stream does with
+    /// it.
+    ///
+    /// # Errors
+    /// Tensors keep its parameters at stage 3.
+    pub fn reshard(&mut self, held: HeldUnit<D>) -> Result<(), FrameworkError> {
+        self.release(held, Ok::<_, FrameworkError>(()))
     }
 
     /// Takes the gradient of a parameter by its full name, outside of [`Self::backward`]: for tapes
@@ -137,21 +171,37 @@ impl<D: Device> Step<'_, D> {
         set.inspect_err(|error| self.last_error = Some(error.to_string()))
     }
 
-    fn sink(&mut self, name: &str) -> Result<Grads<'_, D>, FrameworkError> {
+    /// Declares that a parameter gets no gradient in this micro-batch, as one that the loss does not
+    /// depend on: it counts as zeros, without memory for them. On other ranks it may have one.
+    ///
+    /// # Errors
+    /// There is no such parameter, or a stream failed.
+    pub fn unused(&mut self, name: &str) -> Result<(), FrameworkError> {
+        let id = self.named(name)?;
+        self.core.sink(id.unit).leave_out(id.param)
+    }
+
+    fn named(&mut self, name: &str) -> Result<ParamId, FrameworkError> {
         self.core.check()?;
-        let index = self.core.param(name)?.unit;
-        let Core {
-            rank,
-            layout,
-            gradients,
-            ..
-        } = &mut *self.core;
-        Ok(Grads {
-            rank,
-            index,
-            unit: &layout.units()[index],
-            gradients,
-        })
+        self.core.param(name)
+    }
+
+    fn sink(&mut self, name: &str) -> Result<Grads<'_, D>, FrameworkError> {
+        let unit = self.named(name)?.unit;
+        Ok(self.core.sink(unit))
+    }
+
+    /// Keeps the step open without the guard, for a program that cannot borrow [`Zero`](super::Zero)
+    /// until the end of the step. [`Zero::open_step`](super::Zero::open_step) goes on with it. A
+    /// `Zero` that is dropped with an open step ends the run on all ranks.
+    pub fn pause(mut self) {
+        self.core.paused = Some(Paused {
+            losses: self.losses.take(),
+            last_error: self.last_error.take(),
+        });
+        if let Some(gathers) = self.gathers.take() {
+            gathers.pause();
+        }
     }
 
     /// Ends the run on all ranks, for an adapter that finds that the step must not go on, such as a
@@ -185,7 +235,8 @@ impl<D: Device> Step<'_, D> {
     fn next(&mut self, losses: Losses) -> Result<(), FrameworkError> {
         self.core.check()?;
         let losses = self.losses_with(losses)?;
-        self.core.gradients.next_micro_batch(&self.core.layout)?;
+        let core = &mut *self.core;
+        core.gradients.next_micro_batch(&core.rank, &core.layout)?;
         self.losses = Some(losses);
         Ok(())
     }
@@ -225,10 +276,10 @@ impl<D: Device> Step<'_, D> {
         if let Some(gathers) = self.gathers.take() {
             *self.report = gathers.end();
         }
-        let outcome = self
-            .core
+        let core = &mut *self.core;
+        let outcome = core
             .gradients
-            .check_end(&self.core.layout)
+            .end_micro_batches(&core.rank, &core.layout)
             .and(losses)
             .and_then(|losses| self.core.update(losses))
             .map_err(|error| error.at(|| "end of the step".to_owned()));
@@ -275,25 +326,28 @@ impl<D: Device> Step<'_, D> {
     /// The whole parameters of a unit in fp32, in host memory.
     pub(super) fn read_unit(&mut self, index: usize) -> Result<Vec<f32>, FrameworkError> {
         let held = self.hold(index)?;
-        let flat = held.params(&self.core.layout.units()[index]).flat;
+        let flat = held.params.params(&self.core.layout.units()[index]).flat;
         let values = self.core.read(flat);
         let values = self.core.or_fail(values);
-        self.release(index, held, values)
+        self.release(held, values)
     }
 
-    fn hold_for(
-        &mut self,
-        call: &'static str,
-        unit: &str,
-    ) -> Result<(usize, CallParams<D>), FrameworkError> {
+    fn hold_for(&mut self, call: &'static str, unit: &str) -> Result<HeldUnit<D>, FrameworkError> {
         self.core.check()?;
         let index = self.core.unit(unit)?;
         let held = self.hold(index);
-        let held = held.map_err(|error| error.at(|| format!("{call} of {unit}")))?;
-        Ok((index, held))
+        held.map_err(|error| error.at(|| format!("{call} of {unit}")))
     }
 
-    fn hold(&mut self, index: usize) -> Result<CallParams<D>, FrameworkError> {
+    fn hold(&mut self, index: usize) -> Result<HeldUnit<D>, FrameworkError> {
+        Ok(HeldUnit {
+            index,
+            step: self.core.begun,
+            params: self.call_params(index)?,
+        })
+    }
+
+    fn call_params(&mut self, index: usize) -> Result<CallParams<D>, FrameworkError> {
         let core = &mut *self.core;
         let Some(gathers) = &mut self.gathers else {
             let ready = core.wait_for_params(index);
@@ -318,13 +372,13 @@ impl<D: Device> Step<'_, D> {
     /// Ends a use; at stage 3 nothing may keep the unit. Returns `result`, the closure's.
     fn release<R, E: Into<Failure>>(
         &mut self,
-        index: usize,
-        held: CallParams<D>,
+        held: HeldUnit<D>,
         result: Result<R, E>,
     ) -> Result<R, FrameworkError> {
         let result = result.map_err(FrameworkError::of_closure);
         let result = result.inspect_err(|error| self.last_error = Some(error.to_string()));
-        let (CallParams::Gathered(unit), Some(gathers)) = (held, &mut self.gathers) else {
+        let HeldUnit { index, params, .. } = held;
+        let (CallParams::Gathered(unit), Some(gathers)) = (params, &mut self.gathers) else {
             return result;
         };
         match Arc::try_unwrap(unit) {
@@ -343,7 +397,7 @@ impl<D: Device> Step<'_, D> {
 
 impl<D: Device> Drop for Step<'_, D> {
     fn drop(&mut self) {
-        if self.core.in_step {
+        if self.core.in_step && self.core.paused.is_none() {
             let rank = self.core.rank.comm.rank();
             let why = match std::thread::panicking() {
                 true => "panicked in a step",

@@ -11,7 +11,7 @@ use zero_shard::{Layout, ZeroStage};
 use crate::ShardedOptimizer;
 
 use super::FrameworkError;
-use super::core::Core;
+use super::core::{Core, Paused};
 use super::rank::Rank;
 use super::step::Step;
 use super::values::{ParamView, range_of};
@@ -45,6 +45,17 @@ impl<D: Device> fmt::Debug for Zero<D> {
     }
 }
 
+impl<D: Device> Drop for Zero<D> {
+    fn drop(&mut self) {
+        // Before the wait for the streams: what they wait for does not come.
+        if self.core.paused.is_some() {
+            let rank = self.core.rank.comm.rank();
+            self.core
+                .fail(&format!("rank {rank} dropped its run within a step"));
+        }
+    }
+}
+
 impl<D: Device> Zero<D> {
     /// Begins a step.
     ///
@@ -73,14 +84,29 @@ impl<D: Device> Zero<D> {
             })?),
         };
 
-        core.gradients.begin();
+        core.gradients.begin(core.micro_batches);
         core.in_step = true;
+        core.begun += 1;
+        core.paused = None;
         Ok(Step {
             core,
             gathers,
             report,
             losses: None,
             last_error: None,
+        })
+    }
+
+    /// The step that was [paused](Step::pause), if there is one.
+    pub fn open_step(&mut self) -> Option<Step<'_, D>> {
+        let Paused { losses, last_error } = self.core.paused.take()?;
+        let prefetcher = self.prefetcher.as_mut();
+        Some(Step {
+            core: &mut self.core,
+            gathers: prefetcher.map(Prefetcher::continue_step),
+            report: &mut self.report,
+            losses,
+            last_error,
         })
     }
 
@@ -188,6 +214,25 @@ impl<D: Device> Zero<D> {
     /// The rate is negative or not finite.
     pub fn set_lr(&mut self, lr: f64) -> Result<(), FrameworkError> {
         Ok(self.core.optim.set_lr(lr)?)
+    }
+
+    /// Sets the number of micro-batches of the next steps, such as fewer at the end of an epoch: the
+    /// same on all ranks, which compare it at the end of a step.
+    ///
+    /// # Errors
+    /// The number is 0, or a step is open.
+    pub fn set_micro_batches(&mut self, micro_batches: usize) -> Result<(), FrameworkError> {
+        let refuse = |why: &str| Err(FrameworkError::Setting(why.to_owned()));
+        match micro_batches {
+            0 => refuse("micro_batches is 0; it must be at least 1"),
+            _ if self.core.in_step => {
+                refuse("micro_batches of an open step; set it before Zero::begin")
+            }
+            _ => {
+                self.core.micro_batches = micro_batches;
+                Ok(())
+            }
+        }
     }
 
     /// Units, parameters and their distribution over ranks.

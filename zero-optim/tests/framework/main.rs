@@ -2,6 +2,7 @@
 #![cfg(unix)]
 
 mod differences;
+mod hooks;
 mod misuse;
 mod momentum;
 #[cfg(feature = "cuda")]

@@ -248,8 +248,7 @@ fn missing_gradients_are_named() {
             (ended, zero.begin().unwrap_err().to_string())
         };
         for (ended, next) in on_ranks(2, run) {
-            let missing =
-                "end of the step: 3 of 6 parameters have no gradient: a.b, c.w, d.none; pass zeros";
+            let missing = "end of the step: 3 of 6 parameters have no gradient: a.b, c.w, d.none; call Step::unused";
             assert!(ended.starts_with(missing), "{ended}");
             assert!(
                 next.contains("did not end: end of the step: 3 of 6"),
