@@ -4,14 +4,14 @@ use std::fmt::Display;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use half::{bf16, f16};
 use zero_alloc::Block;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceKind, Event, Stream};
+use zero_alloc::device::{AnySlice, Device, DeviceKind, Event, Stream};
 use zero_ckpt::{CkptError, ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
 use zero_comm::Gather;
 use zero_kernels::RankStats;
 use zero_shard::{Layout, ParamId, ZeroStage};
 
+use crate::state::download;
 use crate::{Divisor, GatheredStats, RankParams, RankSettings, ShardedOptimizer, StepOutcome};
 use crate::{UnitSlices, agree};
 
@@ -187,20 +187,7 @@ impl<D: Device> Core<D> {
         } = &self.rank;
 
         let mut values = vec![0.0_f32; flat.len()];
-        if flat.dtype() == DType::F32 {
-            let bytes = bytemuck::cast_slice_mut(&mut values);
-            pool.device().download(compute, flat, bytes, *limit)?;
-            return Ok(values);
-        }
-        let mut halves = vec![0_u16; flat.len()];
-        let bytes = bytemuck::cast_slice_mut(&mut halves);
-        pool.device().download(compute, flat, bytes, *limit)?;
-        for (value, half) in values.iter_mut().zip(halves) {
-            *value = match flat.dtype() {
-                DType::Bf16 => bf16::from_bits(half).to_f32(),
-                _ => f16::from_bits(half).to_f32(),
-            };
-        }
+        download(pool.device(), compute, flat, &mut values, *limit)?;
         Ok(values)
     }
 
