@@ -1,20 +1,19 @@
 //! The sharded optimizer compared with the unsharded one and a plain loop; skipping, resuming,
 //! memory.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, DType, DeviceError, Reduced, Stream};
+use zero_alloc::host::HostDevice;
 use zero_kernels::AdamHyper;
-use zero_kernels::host::HostKernels;
 use zero_optim::{
     Divisor, DynamicScaling, GatheredStats, LossScaling, LrSchedule, OptimError, OptimizerConfig,
-    Segment, ShardedOptimizer, StateKind, StepOutcome, UnitSlices,
+    Segment, StateKind, StepOutcome, UnitSlices,
 };
 
-use crate::common::{Buffer, Holding, KINDS, LIMIT, Random, Rank, World};
+use crate::common::{Buffer, Holding, Host, KINDS, LIMIT, Random, Rank, World, bits, cases};
 
 fn config() -> OptimizerConfig {
     OptimizerConfig::default()
@@ -37,24 +36,8 @@ fn material(sizes: &[usize], steps: usize, seed: u64) -> (Vec<Vec<f32>>, Vec<Vec
     (init, grads)
 }
 
-fn bits(params: &[Vec<f32>]) -> Vec<Vec<u32>> {
-    params
-        .iter()
-        .map(|u| u.iter().map(|x| x.to_bits()).collect())
-        .collect()
-}
-
-/// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
-fn cases(n: u32) -> ProptestConfig {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
-        .ok()
-        .and_then(|f| f.parse().ok())
-        .unwrap_or(1);
-    ProptestConfig {
-        cases: n.saturating_mul(factor),
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    }
+fn all_bits(params: &[Vec<f32>]) -> Vec<Vec<u32>> {
+    params.iter().map(|unit| bits(unit)).collect()
 }
 
 proptest! {
@@ -86,7 +69,7 @@ proptest! {
             let (stats1, outcome1) = shard.step(grads, grad_dtype, 3);
             prop_assert_eq!(stats0, stats1);
             prop_assert_eq!(outcome0, outcome1);
-            prop_assert_eq!(bits(&whole.params()), bits(&shard.params()));
+            prop_assert_eq!(all_bits(&whole.params()), all_bits(&shard.params()));
         }
     }
 }
@@ -233,10 +216,8 @@ fn overflow_at_minimum_scale_changes_nothing() {
     let (init, mut grads) = material(&[4], 1, 5);
     grads[0][0][0] = f32::INFINITY;
     let mut rank = Rank::new(&config, DType::F16, &init, 0, 1, Holding::Shard);
-    let stats = [rank.stats(&grads[0], DType::F16, 0.0).unwrap()];
     let before = rank.optim.progress();
-    let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
-    let error = rank.step(&grads[0], DType::F16, gathered).unwrap_err();
+    let error = rank.step_alone(&grads[0], DType::F16).unwrap_err();
 
     assert_eq!(
         error,
@@ -281,13 +262,13 @@ fn resumed_run_is_bit_identical() {
         new.write_params();
     }
 
-    assert_eq!(bits(&resumed.params()), bits(&straight.params()));
+    assert_eq!(all_bits(&resumed.params()), all_bits(&straight.params()));
     for g in &grads[4..] {
         assert_eq!(
             straight.step(g, DType::Bf16, 1),
             resumed.step(g, DType::Bf16, 1)
         );
-        assert_eq!(bits(&resumed.params()), bits(&straight.params()));
+        assert_eq!(all_bits(&resumed.params()), all_bits(&straight.params()));
     }
 }
 
@@ -324,13 +305,10 @@ fn scattered_params_have_the_same_bits() {
 
     for dtype in [DType::F32, DType::Bf16] {
         let mut flat = Rank::new(&config(), dtype, &init, 0, 1, Holding::Shard);
-        let kernels = Arc::new(HostKernels::new(1).unwrap());
+        let host = Host::on(flat.pool.device().clone());
         let segments = vec![Segment::shard("unit0", 0..8).with_padding(2)];
-        let mut optim = ShardedOptimizer::builder(&flat.pool, kernels, &flat.stream)
-            .config(config())
-            .param_dtype(dtype)
-            .build(segments)
-            .unwrap();
+        let builder = host.builder().config(config()).param_dtype(dtype);
+        let mut optim = builder.build(segments).unwrap();
         let mut params = [0..3, 4..7].map(|range| Buffer::new(&init[0][range], dtype));
         let [first, second] = &mut params;
         let pieces = [(first.slice(), 0), (second.slice(), 4)];
@@ -471,13 +449,11 @@ fn timed_out_step_can_be_retried() {
     let (init, grads) = material(&[4, 6], 1, 1);
     let mut ranks = [0, 1].map(|_| Rank::new(&config(), DType::F32, &init, 0, 2, Holding::Shard));
     let params = ranks.each_mut().map(|rank| {
-        let stats = [rank.stats(&grads[0], DType::F32, 0.0).unwrap()];
-        let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
-        rank.step(&grads[0], DType::F32, gathered).unwrap();
+        rank.step_alone(&grads[0], DType::F32).unwrap();
         rank.params.iter().map(Buffer::values).collect::<Vec<_>>()
     });
 
-    assert_eq!(bits(&params[0]), bits(&params[1]));
+    assert_eq!(all_bits(&params[0]), all_bits(&params[1]));
 
     let [late, _] = &mut ranks;
     let stats = [late.stats(&grads[0], DType::F32, 0.0).unwrap()];
@@ -504,7 +480,7 @@ fn timed_out_step_can_be_retried() {
     }
     let [late, other] = ranks.each_ref().map(|rank| {
         let params: Vec<_> = rank.params.iter().map(Buffer::values).collect();
-        (bits(&params), rank.optim.progress())
+        (all_bits(&params), rank.optim.progress())
     });
 
     assert_eq!(late, other);
@@ -512,22 +488,10 @@ fn timed_out_step_can_be_retried() {
 
 #[test]
 fn bad_settings_are_refused() {
-    use std::sync::Arc;
-    use zero_alloc::device::Device;
-    use zero_alloc::host::HostDevice;
-    use zero_optim::{Segment, ShardedOptimizer};
-
-    let device = HostDevice::new();
-    let stream = device.create_stream("compute").unwrap();
-    let pool = zero_alloc::Pool::new(device, 1 << 20);
-    let kernels = Arc::new(zero_kernels::host::HostKernels::new(1).unwrap());
+    let host = Host::on(HostDevice::new());
     let make = |config: OptimizerConfig, dtype, segments: Vec<Segment>| {
-        ShardedOptimizer::builder(&pool, kernels.clone(), &stream)
-            .config(config)
-            .param_dtype(dtype)
-            .build(segments)
-            .map(drop)
-            .unwrap_err()
+        let builder = host.builder().config(config).param_dtype(dtype);
+        builder.build(segments).map(drop).unwrap_err()
     };
 
     let good = || vec![Segment::shard("a", 0..4)];
@@ -573,10 +537,5 @@ fn bad_settings_are_refused() {
     );
     let error = make(config().lr(f64::NAN), DType::F32, good());
     assert!(matches!(error, OptimError::Setting { setting: "lr", .. }));
-    stream_is_fine(&stream);
-}
-
-fn stream_is_fine(stream: &zero_alloc::host::HostStream) {
-    use zero_alloc::device::Stream;
-    stream.synchronize(LIMIT).unwrap();
+    host.stream.synchronize(LIMIT).unwrap();
 }

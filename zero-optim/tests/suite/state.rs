@@ -1,9 +1,10 @@
 //! Host access to ranges of the state.
 
 use zero_alloc::device::DType;
+use zero_alloc::host::HostDevice;
 use zero_optim::{GroupRules, OptimError, OptimizerConfig, StateKind, StateRange};
 
-use crate::common::{Holding, KINDS, LIMIT, Random, Rank};
+use crate::common::{Holding, KINDS, LIMIT, Random, Rank, RankOf};
 
 fn range(kind: StateKind, unit: usize, elems: std::ops::Range<usize>) -> StateRange {
     StateRange { kind, unit, elems }
@@ -15,15 +16,16 @@ fn rank(dtype: DType) -> Rank {
     let init = [random.values(8), random.values(4)];
     let group = |unit, elem| usize::from(unit == 1 || (2..5).contains(&elem));
     let rules = [GroupRules::default(), GroupRules::frozen()];
-    Rank::with_groups(
-        &OptimizerConfig::default(),
+    let rank = RankOf {
+        config: &OptimizerConfig::default(),
         dtype,
-        &init,
-        (0, 1),
-        Holding::Shard,
-        &rules,
-        &group,
-    )
+        init: &init,
+        place: (0, 1),
+        how: Holding::Shard,
+        rules: &rules,
+        group_of: &group,
+    };
+    rank.build(HostDevice::new(), |builder| builder).unwrap()
 }
 
 #[test]
@@ -36,7 +38,7 @@ fn ranges_round_trip() {
 
     for &dtype in dtypes {
         let mut rank = rank(dtype);
-        let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
+        let params = rank.slices();
         for kind in KINDS {
             for (unit, len) in [(0, 8), (1, 4)] {
                 // Exact in fp16 and bf16.
@@ -81,7 +83,7 @@ fn ranges_round_trip() {
 #[test]
 fn written_weights_are_rounded() {
     let mut rank = rank(DType::Bf16);
-    let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
+    let params = rank.slices();
     let all = range(StateKind::Master, 0, 0..8);
     let x = 1.0 + f32::EPSILON;
     rank.optim
