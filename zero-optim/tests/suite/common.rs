@@ -304,7 +304,7 @@ impl Rank {
         let mut grads = self.grads(grads, dtype);
         let reduced = self.reduced(&mut grads);
         let params = self.slices();
-        let units = units(&reduced, &params);
+        let units = unit_slices(&reduced, &params);
         let outcome = self.optim.step(&self.stream, &units, gathered, limit)?;
         self.stream.synchronize(LIMIT).unwrap();
         Ok(outcome)
@@ -332,7 +332,7 @@ impl Rank {
         let mut grads = self.grads(grads, dtype);
         let reduced = self.reduced(&mut grads);
         let params = self.slices();
-        let units = units(&reduced, &params);
+        let units = unit_slices(&reduced, &params);
         let inputs = StepInputs::new(loss, Divisor::MicroBatches(2));
         let outcome = self
             .optim
@@ -367,10 +367,11 @@ impl Rank {
     }
 }
 
-fn units<'a>(
-    grads: &'a [Reduced<HostDevice>],
+/// The slices of units with a gradient and a parameter each.
+pub fn unit_slices<'a, D: Device>(
+    grads: &'a [Reduced<D>],
     params: &'a [[(AnySlice, usize); 1]],
-) -> Vec<UnitSlices<'a, HostDevice>> {
+) -> Vec<UnitSlices<'a, D>> {
     grads
         .iter()
         .zip(params)
