@@ -16,7 +16,7 @@ use crate::{Divisor, GatheredStats, RankParams, RankSettings, ShardedOptimizer, 
 use crate::{UnitSlices, agree};
 
 use super::FrameworkError;
-use super::gradients::Gradients;
+use super::gradients::{Gradients, Grads};
 use super::rank::Rank;
 use super::rank_calls::{self, Call, EndOfStep, Losses};
 use super::values::{Memory, hash, some};
@@ -138,6 +138,16 @@ impl<D: Device> Core<D> {
                 known: some(units.flat_map(|unit| unit.params.iter().map(|p| &*p.name))),
             }
         })
+    }
+
+    /// The sink of a unit's gradients.
+    pub(super) fn grads(&mut self, index: usize) -> Grads<'_, D> {
+        Grads {
+            rank: &self.rank,
+            index,
+            unit: &self.layout.units()[index],
+            gradients: &mut self.gradients,
+        }
     }
 
     /// Waits until the parameters of a unit are whole: the host itself, or the compute stream.

@@ -86,21 +86,8 @@ impl<D: Device> Step<'_, D> {
         backward: impl FnOnce(&Params<'_>, &mut Grads<'_, D>) -> Result<R, E>,
     ) -> Result<R, FrameworkError> {
         let (index, held) = self.hold_for("backward", unit)?;
-        let Core {
-            rank,
-            layout,
-            gradients,
-            ..
-        } = &mut *self.core;
-
-        let unit = &layout.units()[index];
-        let mut grads = Grads {
-            rank,
-            index,
-            unit,
-            gradients,
-        };
-        let result = backward(&held.params(unit), &mut grads);
+        let mut grads = self.core.grads(index);
+        let result = backward(&held.params(grads.unit), &mut grads);
         self.release(index, held, result)
     }
 
@@ -140,18 +127,7 @@ impl<D: Device> Step<'_, D> {
     fn sink(&mut self, name: &str) -> Result<Grads<'_, D>, FrameworkError> {
         self.core.check()?;
         let index = self.core.param(name)?.unit;
-        let Core {
-            rank,
-            layout,
-            gradients,
-            ..
-        } = &mut *self.core;
-        Ok(Grads {
-            rank,
-            index,
-            unit: &layout.units()[index],
-            gradients,
-        })
+        Ok(self.core.grads(index))
     }
 
     /// Ends the run on all ranks, for an adapter that finds that the step must not go on, such as a
