@@ -333,28 +333,16 @@ fn scattered_params_have_the_same_bits() {
                     LIMIT,
                 )
             };
-            let unit = "unit0".to_owned();
-            let what = "params";
-            let short = OptimError::SliceLen {
-                unit: unit.clone(),
-                what,
-                expected: 6,
-                got: 3,
-            };
+            let mut refused = |param: &[(AnySlice, usize)]| step(param).unwrap_err().to_string();
             assert_eq!(
-                step(&pieces[..1]),
-                Err(short),
+                refused(&pieces[..1]),
+                "unit unit0, params: expected 6 elements, got 3",
                 "a forgotten parameter is not padding"
             );
-            let overlap = OptimError::Piece {
-                unit,
-                what,
-                start: 0,
-                end: 3,
-                free: 7,
-                len: 8,
-            };
-            assert_eq!(step(&[pieces[1], pieces[0]]), Err(overlap));
+            assert_eq!(
+                refused(&[pieces[1], pieces[0]]),
+                "unit unit0, params: a slice covers elements 0..3; it must be within 7..8"
+            );
             assert_eq!(step(&pieces), Ok(outcome));
             flat.stream.synchronize(LIMIT).unwrap();
         }
@@ -371,69 +359,28 @@ fn bad_slices_change_nothing() {
     let stats = [rank.stats(&grads[0], DType::Bf16, 0.0).unwrap()];
     let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
 
-    let short = rank
-        .step(&grads[0][..1], DType::Bf16, gathered)
-        .unwrap_err();
-    assert_eq!(
-        short,
-        OptimError::SliceCount {
-            what: "grads",
-            expected: 2,
-            got: 1
-        }
-    );
-
-    rank.params[1] = Buffer::new(&[0.0; 2], DType::Bf16);
-    let short = rank.step(&grads[0], DType::Bf16, gathered).unwrap_err();
-    assert_eq!(
-        short,
-        OptimError::SliceLen {
-            unit: "unit1".into(),
-            what: "params",
-            expected: 3,
-            got: 2
-        }
-    );
-
-    rank.params[1] = Buffer::new(&[0.0; 3], DType::F32);
-    let wide = rank.step(&grads[0], DType::Bf16, gathered).unwrap_err();
-    let expected = DType::Bf16;
-    let got = DType::F32;
-    assert_eq!(
-        wide,
-        OptimError::SliceDType {
-            unit: "unit1".into(),
-            what: "params",
-            expected,
-            got
-        }
-    );
+    let refused = |rank: &mut Rank, grads: &[Vec<f32>], gathered, expected: &str| {
+        let error = rank.step(grads, DType::Bf16, gathered).unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    };
+    let slices = "grads: expected 2 slices, one per unit, got 1";
+    refused(&mut rank, &grads[0][..1], gathered, slices);
+    for (len, dtype, expected) in [
+        (2, DType::Bf16, "expected 3 elements, got 2"),
+        (3, DType::F32, "expected bf16, got fp32"),
+    ] {
+        rank.params[1] = Buffer::new(&vec![0.0; len], dtype);
+        let expected = format!("unit unit1, params: {expected}");
+        refused(&mut rank, &grads[0], gathered, &expected);
+    }
 
     rank.params[1] = Buffer::new(&[0.0; 3], DType::Bf16);
-    let none = rank
-        .step(
-            &grads[0],
-            DType::Bf16,
-            GatheredStats::new(&[], gathered.divisor),
-        )
-        .unwrap_err();
-
-    assert_eq!(none, OptimError::NoStats);
-    let none = rank
-        .step(
-            &grads[0],
-            DType::Bf16,
-            GatheredStats::new(gathered.ranks, Divisor::MicroBatches(0)),
-        )
-        .unwrap_err();
-
-    assert!(matches!(
-        none,
-        OptimError::Setting {
-            setting: "micro_batches",
-            ..
-        }
-    ));
+    let none = GatheredStats::new(&[], gathered.divisor);
+    let of_none = "no rank statistics: a step needs those of all ranks";
+    refused(&mut rank, &grads[0], none, of_none);
+    let no_batches = GatheredStats::new(gathered.ranks, Divisor::MicroBatches(0));
+    let at_least_1 = "micro_batches is 0; it must be at least 1, at most 2^32 - 1";
+    refused(&mut rank, &grads[0], no_batches, at_least_1);
 
     assert_eq!(rank.optim.progress(), before);
     assert!(
@@ -489,53 +436,51 @@ fn timed_out_step_can_be_retried() {
 #[test]
 fn bad_settings_are_refused() {
     let host = Host::on(HostDevice::new());
-    let make = |config: OptimizerConfig, dtype, segments: Vec<Segment>| {
-        let builder = host.builder().config(config).param_dtype(dtype);
-        builder.build(segments).map(drop).unwrap_err()
-    };
-
     let good = || vec![Segment::shard("a", 0..4)];
-    assert_eq!(
-        make(config(), DType::U8, good()),
-        OptimError::ParamDType { dtype: DType::U8 }
-    );
     let gap = vec![Segment::shard("a", 0..4), Segment::shard("b", 5..6)];
-
-    assert_eq!(
-        make(config(), DType::F32, gap),
-        OptimError::Segments {
-            unit: "b".into(),
-            expected: 4,
-            got: 5
-        }
-    );
-
     let outside = vec![Segment::whole("a", 0..4, 2..5)];
-    let error = OptimError::OwnShard {
-        unit: "a".into(),
-        start: 2,
-        end: 5,
-        len: 4,
-    };
-
-    assert_eq!(make(config(), DType::F32, outside), error);
     let uncounted = vec![Segment::whole("a", 0..4, 1..3).with_counted(2..4)];
-    let error = make(config(), DType::F32, uncounted);
-    assert_eq!(
-        error.to_string(),
-        "unit a: the counted elements 2..4 are outside the own shard 1..3"
-    );
-    let hyper = AdamHyper {
-        beta2: 1.0,
-        ..config().hyper
-    };
-
-    let error = make(config().hyper(hyper), DType::F32, good());
-    assert_eq!(
-        error.to_string(),
-        "beta2 is 1; it must be at least 0, below 1"
-    );
-    let error = make(config().lr(f64::NAN), DType::F32, good());
-    assert!(matches!(error, OptimError::Setting { setting: "lr", .. }));
+    for (config, dtype, segments, expected) in [
+        (
+            config(),
+            DType::U8,
+            good(),
+            "parameters of u8 cannot be trained; use fp32, bf16 or fp16",
+        ),
+        (
+            config(),
+            DType::F32,
+            gap,
+            "unit b: its state starts at element 5, expected 4: segments follow one another without gaps",
+        ),
+        (
+            config(),
+            DType::F32,
+            outside,
+            "unit a: its own shard 2..5 is outside its 4 elements",
+        ),
+        (
+            config(),
+            DType::F32,
+            uncounted,
+            "unit a: the counted elements 2..4 are outside the own shard 1..3",
+        ),
+        (
+            config().betas([0.9, 1.0]),
+            DType::F32,
+            good(),
+            "beta2 is 1; it must be at least 0, below 1",
+        ),
+        (
+            config().lr(f64::NAN),
+            DType::F32,
+            good(),
+            "lr is NaN; it must be a finite number, 0 or above",
+        ),
+    ] {
+        let builder = host.builder().config(config).param_dtype(dtype);
+        let error = builder.build(segments).unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    }
     host.stream.synchronize(LIMIT).unwrap();
 }
