@@ -23,18 +23,17 @@ const GRAD_STATS_ELEMS: usize = size_of::<GradStats>() / size_of::<f64>();
 /// Elements of fp32 that a [`StepScalars`] takes, of which there is one per set of rates.
 const STEP_SCALARS_ELEMS: usize = size_of::<StepScalars>() / size_of::<f32>();
 
-/// Makes the state of an optimizer away from the device's memory.
-type MakeOffloaded<D> = Box<dyn FnOnce(&Offload<'_, D>) -> Result<Pieces<D>, OptimError>>;
-
-/// The inputs of an offloaded optimizer's state.
-struct Offload<'a, D: Device> {
-    pool: &'a Pool<D>,
-    kernels: Arc<dyn Kernels<D>>,
-    stream: &'a D::Stream,
-    groups: &'a Resolved,
-    sub_group_elems: usize,
-    arrays: StateArrays,
-}
+/// Makes the state of an optimizer away from the device's memory: [`Pieces::offloaded`], which
+/// there is for hosts only.
+type MakeOffloaded<D> = fn(
+    &Pool<D>,
+    Arc<dyn Kernels<D>>,
+    &<D as Device>::Stream,
+    &Resolved,
+    usize,
+    StateArrays,
+    &StateHome,
+) -> Result<Pieces<D>, OptimError>;
 
 /// The settings of a [`ShardedOptimizer`] to be; see [`ShardedOptimizer::builder`].
 #[must_use = "`build` makes the optimizer"]
@@ -47,7 +46,7 @@ pub struct OptimizerBuilder<'a, D: Device> {
     groups: Option<&'a ParamGroups>,
     rule: Option<Arc<dyn UpdateRule>>,
     format: StateFormat,
-    offloaded: Option<MakeOffloaded<D>>,
+    offloaded: Option<(MakeOffloaded<D>, StateHome)>,
 }
 
 impl<D: Device> std::fmt::Debug for OptimizerBuilder<'_, D> {
@@ -162,19 +161,18 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
         let sub_group_elems = config.sub_group_elems;
         controller.set_rates(groups.rates.clone());
 
+        let for_state = Arc::clone(&kernels);
         let state = match self.offloaded {
-            Some(make) => make(&Offload {
+            Some((make, home)) => make(
                 pool,
-                kernels: Arc::clone(&kernels),
+                for_state,
                 stream,
-                groups: &groups,
+                &groups,
                 sub_group_elems,
                 arrays,
-            })?,
-            None => {
-                let elems = groups.state_elems;
-                Pieces::on_device(pool, Arc::clone(&kernels), stream, elems, arrays)?
-            }
+                &home,
+            )?,
+            None => Pieces::on_device(pool, for_state, stream, groups.state_elems, arrays)?,
         };
 
         let workspace = |elems, dtype| pool.allocate(elems, dtype, Purpose::Workspace, stream);
@@ -212,17 +210,7 @@ impl OptimizerBuilder<'_, HostDevice> {
     /// pinned. On NVMe the update of a unit is a pipeline of transfers and launches, with the bits
     /// of the update in memory unless the format rounds.
     pub fn offload(mut self, home: StateHome) -> Self {
-        self.offloaded = Some(Box::new(move |of: &Offload<'_, HostDevice>| {
-            Pieces::offloaded(
-                of.pool,
-                Arc::clone(&of.kernels),
-                of.stream,
-                of.groups,
-                of.sub_group_elems,
-                of.arrays.clone(),
-                &home,
-            )
-        }));
+        self.offloaded = Some((Pieces::offloaded, home));
         self
     }
 }

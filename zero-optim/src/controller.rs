@@ -93,18 +93,9 @@ impl OptimizerConfig {
     /// # Errors
     /// [`OptimError::Setting`] for the first setting out of range.
     pub fn check(&self) -> Result<(), OptimError> {
-        let from_zero = |name, x: f64| {
-            OptimError::check(
-                x.is_finite() && x >= 0.0,
-                name,
-                x,
-                "a finite number, 0 or above",
-            )
-        };
-
         self.hyper.check()?;
-        from_zero("lr", self.lr)?;
-        from_zero("max_grad_norm", self.max_grad_norm)?;
+        OptimError::from_zero("lr", self.lr)?;
+        OptimError::from_zero("max_grad_norm", self.max_grad_norm)?;
         OptimError::check(
             self.sub_group_elems > 0,
             "sub_group_elems",

@@ -246,14 +246,18 @@ impl OptimError {
         value: f64,
         range: &'static str,
     ) -> Result<(), Self> {
-        if holds {
-            Ok(())
-        } else {
-            Err(Self::Setting {
-                setting,
-                value,
-                range,
-            })
-        }
+        Ok(SettingError::unless(holds, setting, value, range)?)
+    }
+
+    /// Returns [`Self::Setting`] unless `value` is a finite number that is not negative.
+    pub(crate) fn from_zero(setting: &'static str, value: f64) -> Result<(), Self> {
+        let holds = value.is_finite() && value >= 0.0;
+        Self::check(holds, setting, value, "a finite number, 0 or above")
+    }
+
+    /// Returns [`Self::Setting`] unless `value` can be a decay rate.
+    pub(crate) fn beta(setting: &'static str, value: f64) -> Result<(), Self> {
+        let holds = (0.0..1.0).contains(&value);
+        Self::check(holds, setting, value, "at least 0, below 1")
     }
 }

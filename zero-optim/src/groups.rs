@@ -89,24 +89,10 @@ impl GroupRules {
     /// # Errors
     /// [`OptimError::Setting`] for the first rule out of range.
     pub fn check(&self) -> Result<(), OptimError> {
-        let from_zero = |name, x: f64| {
-            OptimError::check(
-                x.is_finite() && x >= 0.0,
-                name,
-                x,
-                "a finite number, 0 or above",
-            )
-        };
-        from_zero("lr_scale", self.lr_scale)?;
-        from_zero("weight_decay", self.weight_decay.unwrap_or(0.0))?;
-        self.betas.into_iter().flatten().try_for_each(|beta| {
-            OptimError::check(
-                (0.0..1.0).contains(&beta),
-                "betas",
-                beta,
-                "at least 0, below 1",
-            )
-        })
+        OptimError::from_zero("lr_scale", self.lr_scale)?;
+        OptimError::from_zero("weight_decay", self.weight_decay.unwrap_or(0.0))?;
+        let mut betas = self.betas.into_iter().flatten();
+        betas.try_for_each(|beta| OptimError::beta("betas", beta))
     }
 }
 

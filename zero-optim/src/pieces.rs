@@ -120,6 +120,8 @@ impl PieceState {
 pub(crate) struct Pieces<D: Device> {
     kernels: Arc<dyn Kernels<D>>,
     arrays: StateArrays,
+    /// In order; all state is one piece in memory of the device.
+    places: Vec<PieceRange>,
     home: Home<D>,
     /// The slots of a piece in fp32, where they are kept in another format.
     decoded: Vec<Option<Block<D>>>,
@@ -133,16 +135,10 @@ enum Home<D: Device> {
         slots: Vec<Block<D>>,
     },
     /// Pieces, one after another.
-    Memory {
-        places: Vec<PieceRange>,
-        block: Block<D>,
-    },
+    Memory(Block<D>),
     /// Each piece is a part of a file.
     #[cfg(target_os = "linux")]
-    File {
-        places: Vec<PieceRange>,
-        ring: SwapRing<D>,
-    },
+    File(SwapRing<D>),
 }
 
 /// The place of a piece.
@@ -188,6 +184,10 @@ impl<D: Device> Pieces<D> {
         Ok(Self {
             kernels,
             arrays,
+            places: vec![PieceRange {
+                state: 0..elems,
+                at: 0,
+            }],
             home: Home::Blocks { masters, slots },
             decoded: Vec::new(),
         })
@@ -201,9 +201,9 @@ impl<D: Device> Pieces<D> {
     pub(crate) fn home(&self) -> &'static str {
         match &self.home {
             Home::Blocks { .. } => "memory of the device",
-            Home::Memory { .. } => "host memory",
+            Home::Memory(_) => "host memory",
             #[cfg(target_os = "linux")]
-            Home::File { .. } => "a file",
+            Home::File(_) => "a file",
         }
     }
 
@@ -230,10 +230,10 @@ impl<D: Device> Pieces<D> {
     pub(crate) fn blocks(&mut self) -> impl Iterator<Item = &mut Block<D>> {
         let mut blocks: Vec<&mut Block<D>> = match &mut self.home {
             Home::Blocks { masters, slots } => masters.iter_mut().chain(slots).collect(),
-            Home::Memory { block, .. } => vec![block],
+            Home::Memory(block) => vec![block],
             // The ring waits for its uses.
             #[cfg(target_os = "linux")]
-            Home::File { .. } => Vec::new(),
+            Home::File(_) => Vec::new(),
         };
         blocks.extend(self.decoded.iter_mut().flatten());
         blocks.into_iter()
@@ -242,37 +242,26 @@ impl<D: Device> Pieces<D> {
     #[cfg(target_os = "linux")]
     pub(crate) fn ring(&self) -> Option<&SwapRing<D>> {
         match &self.home {
-            Home::File { ring, .. } => Some(ring),
-            Home::Blocks { .. } | Home::Memory { .. } => None,
+            Home::File(ring) => Some(ring),
+            Home::Blocks { .. } | Home::Memory(_) => None,
         }
     }
 
     /// Waits at most `limit` for reads and writes of a file.
     pub(crate) fn wait_for_transfers(&self, limit: Duration) -> Result<(), OptimError> {
         match &self.home {
-            Home::Blocks { .. } | Home::Memory { .. } => {
+            Home::Blocks { .. } | Home::Memory(_) => {
                 let _nothing_to_wait_for = limit;
                 Ok(())
             }
             #[cfg(target_os = "linux")]
-            Home::File { ring, .. } => Ok(ring.synchronize(limit)?),
+            Home::File(ring) => Ok(ring.synchronize(limit)?),
         }
     }
 
     /// The pieces that have elements of `state`, in order.
     pub(crate) fn within(&self, state: &Range<usize>) -> Vec<Overlap> {
-        let places = match &self.home {
-            Home::Blocks { .. } => {
-                return vec![Overlap {
-                    index: 0,
-                    both: state.clone(),
-                }];
-            }
-            Home::Memory { places, .. } => places,
-            #[cfg(target_os = "linux")]
-            Home::File { places, .. } => places,
-        };
-
+        let places = &self.places;
         let first = places.partition_point(|place| place.state.end <= state.start);
         let overlapping = places[first..]
             .iter()
@@ -299,49 +288,43 @@ impl<D: Device> Pieces<D> {
             arrays: &self.arrays,
             decoded: &self.decoded,
         };
-        match &mut self.home {
+        let PieceRange { state, at } = &self.places[overlap.index];
+        let bytes = || match access {
+            Access::Read(array) => part_bytes(&self.arrays, state, &overlap.both, array),
+            Access::Update { .. } => 0..self.arrays.parts(state.len()).bytes,
+        };
+
+        let (memory, held) = match &mut self.home {
             Home::Blocks { masters, slots } => {
                 let both = overlap.both.clone();
                 let piece = of_blocks(&self.arrays, masters.as_ref(), slots, both)?;
-                Ok(HeldPiece {
+                return Ok(HeldPiece {
                     piece,
                     encoding: None,
                     held: None,
                     is_written: false,
-                })
+                });
             }
-            Home::Memory { places, block } => {
-                let PieceRange { state, at } = &places[overlap.index];
-                let bytes = self.arrays.parts(state.len()).bytes;
-                let memory = view(block).slice(*at..at + bytes);
-                match access {
-                    Access::Read(array) => {
-                        let bytes = part_bytes(&self.arrays, state, &overlap.both, array);
-                        let memory = memory.slice(bytes);
-                        decoder.array(overlap.both.clone(), memory, None, array)
-                    }
-                    Access::Update { seed } => decoder.piece(state.clone(), memory, None, seed),
-                }
+            Home::Memory(block) => {
+                let bytes = bytes();
+                let memory = view(block).slice(at + bytes.start..at + bytes.end);
+                (memory, None)
             }
             #[cfg(target_os = "linux")]
-            Home::File { places, ring } => {
-                let state = places[overlap.index].state.clone();
-                match access {
-                    Access::Read(array) => {
-                        let bytes = part_bytes(&self.arrays, &state, &overlap.both, array);
-                        let held = ring.acquire_range(stream, overlap.index, bytes)?;
-                        // SAFETY: used by operations of `stream`, until the piece is released.
-                        let memory = unsafe { held.bytes() };
-                        decoder.array(overlap.both.clone(), memory, Some(held), array)
+            Home::File(ring) => {
+                let held = match access {
+                    Access::Read(_) => ring.acquire_range(stream, overlap.index, bytes())?,
+                    Access::Update { .. } => {
+                        ring.acquire(stream, overlap.index, SwapAccess::Update)?
                     }
-                    Access::Update { seed } => {
-                        let held = ring.acquire(stream, overlap.index, SwapAccess::Update)?;
-                        // SAFETY: used by operations of `stream`, until the piece is released.
-                        let memory = unsafe { held.bytes() };
-                        decoder.piece(state, memory, Some(held), seed)
-                    }
-                }
+                };
+                // SAFETY: used by operations of `stream`, until the piece is released.
+                (unsafe { held.bytes() }, Some(held))
             }
+        };
+        match access {
+            Access::Read(array) => decoder.array(overlap.both.clone(), memory, held, array),
+            Access::Update { seed } => decoder.piece(state.clone(), memory, held, seed),
         }
     }
 }
@@ -371,7 +354,7 @@ impl Pieces<HostDevice> {
             StateHome::Memory => {
                 let block = pool.allocate(bytes, DType::U8, Purpose::Optimizer, stream)?;
                 pool.device().fill_zero(stream, view(&block))?;
-                Home::Memory { places, block }
+                Home::Memory(block)
             }
             #[cfg(target_os = "linux")]
             StateHome::Nvme {
@@ -386,8 +369,7 @@ impl Pieces<HostDevice> {
                 let bytes: Vec<_> = places.iter().map(bytes).collect();
                 OptimError::check(*buffers > 0, "buffers", *buffers as f64, "at least 1")?;
                 let parts = SwapParts::create(host, name, dir, &bytes, options.clone())?;
-                let ring = SwapRing::new(&parts, host, pool, name, *buffers, limit)?;
-                Home::File { places, ring }
+                Home::File(SwapRing::new(&parts, host, pool, name, *buffers, limit)?)
             }
         };
 
@@ -404,6 +386,7 @@ impl Pieces<HostDevice> {
         Ok(Self {
             kernels,
             arrays,
+            places,
             home,
             decoded,
         })

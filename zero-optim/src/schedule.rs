@@ -328,14 +328,7 @@ impl LrSchedule {
     /// [`OptimError::Setting`] for the first parameter out of range.
     pub fn check(&self) -> Result<(), OptimError> {
         let steps = |name, n: u64| OptimError::check(n > 0, name, 0.0, "at least 1");
-        let rate = |name, x: f64| {
-            OptimError::check(
-                x.is_finite() && x >= 0.0,
-                name,
-                x,
-                "a finite number, 0 or above",
-            )
-        };
+        let rate = OptimError::from_zero;
 
         match self {
             Self::Constant | Self::LinearWarmup { .. } => Ok(()),
@@ -368,11 +361,8 @@ impl LrSchedule {
                 rate("cycle_min_lr", c.cycle_min_lr)?;
                 rate("cycle_max_lr", c.cycle_max_lr)?;
                 rate("decay_lr_rate", c.decay_lr_rate)?;
-                let beta = |name, x: f64| {
-                    OptimError::check((0.0..1.0).contains(&x), name, x, "at least 0, below 1")
-                };
-                beta("cycle_min_mom", c.cycle_min_mom)?;
-                beta("cycle_max_mom", c.cycle_max_mom)?;
+                OptimError::beta("cycle_min_mom", c.cycle_min_mom)?;
+                OptimError::beta("cycle_max_mom", c.cycle_max_mom)?;
                 steps("cycle_first_step_size", c.cycle_first_step_size)
             }
             Self::RangeTest(r) => {

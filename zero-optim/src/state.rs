@@ -284,7 +284,7 @@ fn param_parts(
 }
 
 /// Downloads a slice as fp32.
-fn download<D: Device>(
+pub(crate) fn download<D: Device>(
     device: &D,
     stream: &D::Stream,
     from: AnySlice,

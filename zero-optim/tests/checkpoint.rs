@@ -10,7 +10,7 @@ use std::convert::Infallible;
 use std::path::Path;
 use std::sync::{Barrier, Mutex};
 
-use common::{Holding, LIMIT, Random, Rank, World};
+use common::{Holding, KINDS, LIMIT, Random, Rank, World};
 use serde_json::{Value, json};
 use zero_alloc::device::{DType, Stream};
 use zero_ckpt::{
@@ -19,16 +19,9 @@ use zero_ckpt::{
 };
 use zero_optim::{
     CheckpointError, DynamicScaling, GroupRules, LossScaling, OptimError, OptimizerConfig,
-    RankParams, StateKind, StateRange,
+    RankParams, StateRange,
 };
 use zero_shard::{Layout, LayoutOptions, LayoutSpec, ParamSpec, TensorCut, TensorPart, UnitSpec};
-
-/// The kinds of Adam's state.
-const KINDS: [StateKind; 3] = [
-    StateKind::Master,
-    StateKind::Slot("first_moment"),
-    StateKind::Slot("second_moment"),
-];
 
 /// Three units with gaps between their parameters; the last is frozen, and a parameter of the
 /// second.
@@ -106,7 +99,7 @@ fn with_params<R>(
     index: usize,
     use_them: impl FnOnce(&mut Rank, &RankParams<'_, [(zero_alloc::device::AnySlice, usize); 1]>) -> R,
 ) -> R {
-    let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
+    let params = rank.slices();
     use_them(
         rank,
         &RankParams {
@@ -436,7 +429,7 @@ fn wrong_layouts_and_params_are_rejected() {
         "{error}"
     );
 
-    let mut params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
+    let mut params = rank.slices();
     params[1][0].0 = params[1][0].0.slice(0..3);
     let reader = Reader::open(dir.path()).unwrap();
     for params in [&params[..], &params[..2]] {

@@ -1,11 +1,16 @@
 //! Device steps equal host steps bit for bit: the same outcomes, weights, moments and progress, and
 //! the same errors. One suite, on the host and on CUDA.
 
+#[allow(dead_code)]
+#[path = "suite/common.rs"]
+mod common;
+
 use std::sync::Arc;
 #[cfg(feature = "cuda")]
 use std::sync::LazyLock;
 use std::time::Duration;
 
+use common::{KINDS, LIMIT, Random, unit_slices};
 #[cfg(feature = "cuda")]
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Reduced, Stream};
@@ -16,22 +21,14 @@ use zero_kernels::Kernels;
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    DeviceStepConfig, Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling,
-    LrSchedule, OneCycle, OptimError, OptimizerConfig, ParamGroups, Progress, RankStats, Segment,
-    ShardedOptimizer, StateKind, StepOutcome, UnitSlices,
+    DeviceStepConfig, Divisor, DynamicScaling, GatheredStats, GroupRules, LossScaling, LrSchedule,
+    OneCycle, OptimError, OptimizerConfig, ParamGroups, Progress, RankStats, Segment,
+    ShardedOptimizer, StepOutcome,
 };
 
-const LIMIT: Duration = Duration::from_secs(60);
 /// Elements of a rank's shard of each unit; the shards are adjacent.
 const SHARDS: [usize; 4] = [37, 0, if cfg!(miri) { 20 } else { 300 }, 5];
 const RANKS: usize = 2;
-
-/// The kinds of Adam's state.
-const KINDS: [StateKind; 3] = [
-    StateKind::Master,
-    StateKind::Slot("first_moment"),
-    StateKind::Slot("second_moment"),
-];
 
 struct Rig<D: Device> {
     pool: Pool<D>,
@@ -125,27 +122,8 @@ fn pieces(storage: AnySlice) -> Vec<[(AnySlice, usize); 1]> {
     units(storage).into_iter().map(|unit| [(unit, 0)]).collect()
 }
 
-fn zip<'a, D: Device>(
-    grads: &'a [Reduced<D>],
-    params: &'a [[(AnySlice, usize); 1]],
-) -> Vec<UnitSlices<'a, D>> {
-    grads
-        .iter()
-        .zip(params)
-        .map(|(grad, param)| UnitSlices { grad, param })
-        .collect()
-}
-
-/// Values in -1..1.
 fn values(seed: usize) -> Vec<f32> {
-    let mut x = seed as u64 + 1;
-    let mut next = || {
-        x = x
-            .wrapping_mul(0x5851_f42d_4c95_7f2d)
-            .wrapping_add(0x1405_7b7e_f767_814f);
-        (x >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..SHARDS.iter().sum()).map(|_| next()).collect()
+    Random(seed as u64 + 1).values(SHARDS.iter().sum())
 }
 
 impl<D: Device> Rank<D> {
@@ -250,10 +228,12 @@ fn step_on_host<D: Device>(
     for rank in ranks {
         let grads = rank.reduced(rig);
         let params = pieces(view(&rank.params));
-        outcomes.push(
-            rank.optim
-                .step(&rig.stream, &zip(&grads, &params), gathered, LIMIT)?,
-        );
+        outcomes.push(rank.optim.step(
+            &rig.stream,
+            &unit_slices(&grads, &params),
+            gathered,
+            LIMIT,
+        )?);
     }
 
     assert_eq!(outcomes[0], outcomes[1]);
@@ -294,7 +274,7 @@ fn enqueue_on_device<D: Device>(rig: &Rig<D>, ranks: &mut [Rank<D>]) -> Result<(
         let params = pieces(view(&rank.params));
         rank.optim.enqueue_advance(&rig.stream)?;
         rank.optim
-            .enqueue_update(&rig.stream, &zip(&grads, &params))?;
+            .enqueue_update(&rig.stream, &unit_slices(&grads, &params))?;
     }
 
     Ok(())
@@ -343,6 +323,13 @@ fn dynamic() -> LossScaling {
     LossScaling::Dynamic(settings)
 }
 
+/// Sets the gradients of all ranks; `bad` makes one not finite.
+fn set_grads<D: Device>(rig: &Rig<D>, ranks: &[Rank<D>], step: usize, bad: bool) {
+    for (r, rank) in ranks.iter().enumerate() {
+        rank.set_grads(rig, r, step, bad);
+    }
+}
+
 fn progress<D: Device>(ranks: &[Rank<D>]) -> Vec<Progress> {
     ranks.iter().map(|r| r.optim.progress()).collect()
 }
@@ -369,7 +356,6 @@ fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
         (50..all, 2),
     ];
 
-    let runs = runs.map(|(elems, group)| GroupRun { elems, group });
     let Rig {
         pool,
         stream,
@@ -377,11 +363,7 @@ fn device_steps_equal_host_steps<D: Device>(rig: &Rig<D>) {
         ..
     } = rig;
 
-    let groups = ParamGroups {
-        rules: rules.into(),
-        runs: runs.into(),
-        ..ParamGroups::default()
-    };
+    let groups = ParamGroups::new(rules.into(), runs);
 
     steps_are_equal(&Rig {
         pool: pool.clone(),
@@ -410,10 +392,7 @@ fn steps_are_equal<D: Device>(rig: &Rig<D>) {
         let mut read_so_far = Vec::new();
         for step in 0..STEPS {
             for world in [&on_host, &on_device] {
-                world
-                    .iter()
-                    .enumerate()
-                    .for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 3));
+                set_grads(rig, world, step, step == 3);
             }
             expected.push(step_on_host(rig, &mut on_host, step).unwrap());
             step_on_device(rig, &mut on_device).unwrap();
@@ -493,10 +472,7 @@ fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
     let mut ranks = world(rig, &config(LossScaling::Dynamic(least)), DType::F16, 10);
 
     for step in 0..4 {
-        ranks
-            .iter()
-            .enumerate()
-            .for_each(|(r, rank)| rank.set_grads(rig, r, step, step == 1));
+        set_grads(rig, &ranks, step, step == 1);
         step_on_device(rig, &mut ranks).unwrap();
     }
 
@@ -522,10 +498,7 @@ fn halted_run_reports_its_cause<D: Device>(rig: &Rig<D>) {
 
     let mut ranks = world(rig, &config(LossScaling::NONE), DType::F32, 2);
     for step in 0..3 {
-        ranks
-            .iter()
-            .enumerate()
-            .for_each(|(r, rank)| rank.set_grads(rig, r, step, false));
+        set_grads(rig, &ranks, step, false);
         step_on_device(rig, &mut ranks).unwrap();
     }
 
@@ -553,29 +526,13 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
             .unwrap_err()
     };
 
-    let error = refused(DeviceStepConfig::new(0, RANKS, Divisor::MicroBatches(0), 5));
-    assert!(
-        matches!(
-            error,
-            OptimError::Setting {
-                setting: "micro_batches",
-                ..
-            }
-        ),
-        "{error}"
-    );
-
-    let error = refused(device_steps(RANKS, 5));
-    assert!(
-        matches!(
-            error,
-            OptimError::Setting {
-                setting: "rank",
-                ..
-            }
-        ),
-        "{error}"
-    );
+    let no_micro_batch = DeviceStepConfig::new(0, RANKS, Divisor::MicroBatches(0), 5);
+    let no_such_rank = device_steps(RANKS, 5);
+    for (device_steps, named) in [(no_micro_batch, "micro_batches"), (no_such_rank, "rank")] {
+        let error = refused(device_steps);
+        let is_named = matches!(error, OptimError::Setting { setting, .. } if setting == named);
+        assert!(is_named, "{error}");
+    }
 
     // SAFETY: there is none.
     let scale = unsafe { rank.optim.device_loss_scale() };
@@ -587,7 +544,7 @@ fn bad_device_steps_are_refused<D: Device>(rig: &Rig<D>) {
         .unwrap();
     let grads = rank.reduced(rig);
     let params = pieces(view(&rank.params));
-    let units = zip(&grads, &params);
+    let units = unit_slices(&grads, &params);
     let short = rank
         .optim
         .enqueue_update(&rig.stream, &units[1..])
@@ -690,10 +647,7 @@ mod on_cuda {
         let graph = rig.stream.capture(record).unwrap();
         for step in 0..8 {
             for world in [&plain, &replayed] {
-                world
-                    .iter()
-                    .enumerate()
-                    .for_each(|(r, rank)| rank.set_grads(&rig, r, step, step % 4 == 2));
+                set_grads(&rig, world, step, step % 4 == 2);
             }
             step_on_device(&rig, &mut plain).unwrap();
             // SAFETY: the optimizers and the kernels outlive the stream's work, which

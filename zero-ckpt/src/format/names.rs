@@ -41,6 +41,11 @@ pub(crate) fn backup_of(name: &str) -> Option<&str> {
     (step_of(of).is_some() && rest.starts_with("old.")).then_some(of)
 }
 
+/// Parses the step of the name of a checkpoint or backup.
+pub(crate) fn step_of_any(name: &str) -> Option<u64> {
+    step_of(backup_of(name).unwrap_or(name))
+}
+
 /// Random digits for a unique file name.
 pub(crate) fn random() -> String {
     format!("{:016x}", random_number())

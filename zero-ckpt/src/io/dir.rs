@@ -15,7 +15,7 @@ use rustix::fs::{self, AtFlags, FlockOperation, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::CkptError;
-use crate::format::names::{backup_of, step_of};
+use crate::format::names::step_of_any;
 use crate::io::counts;
 
 const DIR_FLAGS: OFlags = OFlags::RDONLY
@@ -118,7 +118,7 @@ impl Dir {
     /// Whether the name is that of a checkpoint, which may be removed while others read it.
     fn is_checkpoint(&self) -> bool {
         let name = self.absolute.file_name().and_then(|name| name.to_str());
-        name.is_some_and(|name| step_of(backup_of(name).unwrap_or(name)).is_some())
+        name.and_then(step_of_any).is_some()
     }
 
     /// The error of a checkpoint that was removed while this directory was open.

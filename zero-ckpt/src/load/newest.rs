@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::format::manifest::MANIFEST_NAME;
-use crate::format::names::{backup_of, step_of};
+use crate::format::names::step_of_any;
 use crate::io::dir::Dir;
 use crate::load::catalog;
 use crate::save::staged::{newer_staged, staged_hint};
@@ -38,7 +38,7 @@ pub fn resolve(path: impl AsRef<Path>) -> Result<Resolved, CkptError> {
         .file_name()
         .map(|name| name.to_string_lossy().into_owned());
 
-    if root.has(MANIFEST_NAME) || name.is_some_and(|name| step(&name).is_some()) {
+    if root.has(MANIFEST_NAME) || name.is_some_and(|name| step_of_any(&name).is_some()) {
         let reader = Reader::open_one(root, Vec::new()).and_then(verified)?;
         return Ok(Resolved {
             store_dir: reader.store_dir()?,
@@ -70,7 +70,7 @@ fn newest_whole(root: &Dir) -> Result<Resolved, CkptError> {
         // When an unreadable one was saved is not known; its step decides.
         let newer = unreadable
             .into_iter()
-            .filter(|u| step(&u.name) > Some(reader.manifest.step));
+            .filter(|u| step_of_any(&u.name) > Some(reader.manifest.step));
         passed_over.extend(newer.map(|u| (u.name, u.reason)));
         return Ok(Resolved {
             store_dir: root.path().to_owned(),
@@ -119,9 +119,4 @@ pub fn count_checkpoints(path: impl AsRef<Path>) -> Result<usize, CkptError> {
 fn verified(reader: Reader) -> Result<Reader, CkptError> {
     let defect = reader.verify().problems.into_iter().next();
     defect.map_or(Ok(reader), Err)
-}
-
-/// The step in the name of a checkpoint or backup.
-fn step(name: &str) -> Option<u64> {
-    step_of(backup_of(name).unwrap_or(name))
 }

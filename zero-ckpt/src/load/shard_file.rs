@@ -216,7 +216,11 @@ pub(crate) fn open_checked(
     check_length(&dir.path().join(name), expected_bytes, got_bytes).map(|()| file)
 }
 
-fn check_length(path: &Path, expected_bytes: u64, got_bytes: u64) -> Result<(), CkptError> {
+pub(crate) fn check_length(
+    path: &Path,
+    expected_bytes: u64,
+    got_bytes: u64,
+) -> Result<(), CkptError> {
     if got_bytes == expected_bytes {
         return Ok(());
     }

@@ -9,7 +9,7 @@ use super::store::encode_header;
 use crate::commands::commands;
 use crate::format::blocks::{FileLayout, checksum, shard_pieces};
 use crate::format::manifest::{FileRecord, Manifest};
-use crate::format::names::{backup_of, step_of};
+use crate::format::names::step_of_any;
 use crate::format::staged_name::{EntryKind, SaveId};
 use crate::io::dir::{Dir, FileId};
 use crate::load::shard_file::ShardFile;
@@ -400,8 +400,8 @@ impl Complete<'_> {
         let published = store.published();
         let latest = published
             .iter()
-            .max_by_key(|entry| published_step(&entry.name));
-        if let Some(latest) = latest.filter(|entry| published_step(&entry.name) >= Some(id.step)) {
+            .max_by_key(|entry| step_of_any(&entry.name));
+        if let Some(latest) = latest.filter(|entry| step_of_any(&entry.name) >= Some(id.step)) {
             let into = store.path().display();
             return Err(refused(format!(
                 "is complete, but {into} has {}, of the same or a later step; name a new folder first: {}",
@@ -419,9 +419,4 @@ impl Complete<'_> {
             commands().assemble_step_text(id.step)
         )))
     }
-}
-
-/// The step of a published checkpoint or backup.
-fn published_step(name: &str) -> Option<u64> {
-    step_of(backup_of(name).unwrap_or(name))
 }

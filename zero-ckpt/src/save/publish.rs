@@ -17,6 +17,7 @@ use crate::format::tensor_parallel::TENSOR_PARALLEL_JSON;
 use crate::io::dir::Dir;
 use crate::load::catalog::{self, Entry, pointer_line};
 use crate::load::joined::whole_model;
+use crate::load::shard_file::check_length;
 use crate::{CkptError, ModelSpec};
 
 /// Whether an entry with the name of a checkpoint whose manifest cannot be read, for this reason, is
@@ -255,14 +256,8 @@ impl Store {
         let (_, got_bytes) = self.staging.open_file(&staged.file, false).map_err(|e| CkptError::Mismatch {
             why: format!("rank 0 does not see the file of rank {rank}; use a directory that all ranks share ({e})"),
         })?;
-        match got_bytes == staged.bytes {
-            true => Ok(()),
-            false => Err(CkptError::WrongLength {
-                path: self.staging.path().join(&staged.file),
-                expected_bytes: staged.bytes,
-                got_bytes,
-            }),
-        }
+        let path = self.staging.path().join(&staged.file);
+        check_length(&path, staged.bytes, got_bytes)
     }
 
     /// Moves the staged files into `ready`, and writes the documents and the manifest there.

@@ -7,7 +7,7 @@ use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{CkptError, Reader, SaveMeta, assemble, assemble_step};
 use zero_shard::{Layout, ParamSpec, UnitSpec};
 
-use crate::common::{assert_holds, layout, on_ranks, open, run, saved, staged, with_shard};
+use crate::common::{assert_holds, layout, run, save_observed, saved, staged};
 use crate::staged::{document_meta, save};
 
 /// The fate of rank 0 at a point of the save.
@@ -27,31 +27,20 @@ fn save_with_fault(
     at: SavePoint,
     fault: Fault,
 ) -> Vec<String> {
-    let layout = layout(2, 4);
-    let outcomes = on_ranks(2, |rank, world| {
-        let pointer = dir.join(if at == SavePoint::Renamed {
-            "latest"
-        } else {
-            "best"
-        });
-        let store = open(dir, rank, &run("a"), world).observe(move |point| match fault {
-            _ if rank != 0 || point != at => {}
-            Fault::Kill => std::panic::resume_unwind(Box::new("stopped on purpose")),
-            Fault::Error => {
-                fs::remove_file(&pointer).unwrap();
-                fs::create_dir(&pointer).unwrap();
-            }
-        });
-        with_shard(&layout, rank, seed, |shard| {
-            store.save(meta, shard, &mut world.rank(rank))
-        })
+    let pointer = dir.join(if at == SavePoint::Renamed {
+        "latest"
+    } else {
+        "best"
     });
-
-    outcomes
-        .into_iter()
-        .filter_map(|outcome| outcome.err())
-        .map(|error| error.to_string())
-        .collect()
+    let observe = move |point| match fault {
+        _ if point != at => {}
+        Fault::Kill => std::panic::resume_unwind(Box::new("stopped on purpose")),
+        Fault::Error => {
+            fs::remove_file(&pointer).unwrap();
+            fs::create_dir(&pointer).unwrap();
+        }
+    };
+    save_observed(dir, &layout(2, 4), (meta, seed), &run("a"), observe)
 }
 
 /// A save replaces the checkpoint of its step, and fails once that has its final name: the replaced

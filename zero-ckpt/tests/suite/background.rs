@@ -7,24 +7,18 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use zero_ckpt::{
-    BackgroundStore, CkptError, Fence, Reader, ShardData, SingleRank, StagingSlice, StateDtype,
-    StateSpec, Store, StoreOptions, assemble,
+    BackgroundStore, CkptError, Fence, Reader, ShardData, SingleRank, StagingSlice, Store,
+    StoreOptions, assemble,
 };
 use zero_shard::Layout;
 
 use crate::common::{
-    NONE, STATES, World, assert_holds, layout, meta, on_ranks, staged, storage, value,
+    NONE, STATES, World, assert_holds, fails, layout, meta, on_ranks, specs, staged, storage, value,
 };
 
 fn open(dir: &Path, layout: &Layout, rank: u64, buffers: usize) -> BackgroundStore {
     let store = Store::create(dir, rank, StoreOptions::default()).unwrap();
-    let states = STATES
-        .map(|name| StateSpec {
-            name: name.into(),
-            dtype: StateDtype::F32,
-        })
-        .to_vec();
-    BackgroundStore::new(store, Arc::new(layout.clone()), states, buffers).unwrap()
+    BackgroundStore::new(store, Arc::new(layout.clone()), specs(), buffers).unwrap()
 }
 
 fn begin(
@@ -245,8 +239,7 @@ fn buffer_of_a_panicked_copy_is_not_used_again() {
 
     store.begin(meta(2), |_| Ok(Box::new(|| Ok(())))).unwrap();
 
-    let error = store.complete(&mut SingleRank).unwrap_err().to_string();
-    assert!(error.contains("still in use"), "{error}");
+    fails(store.complete(&mut SingleRank), &["still in use"]);
 }
 
 #[test]

@@ -1,13 +1,15 @@
 //! A model, its state, and ranks as threads.
 
+use std::fmt::Display;
 use std::path::Path;
 use std::sync::{Barrier, Mutex};
+use std::time::{Duration, Instant};
 
 use proptest::prelude::ProptestConfig;
 use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{
-    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, StagedFile, Store,
-    StoreOptions,
+    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, SingleRank, StagedFile,
+    StateDtype, StateSpec, Store, StoreOptions,
 };
 use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
 
@@ -215,6 +217,18 @@ pub(crate) fn saved(dir: &Path, layout: &Layout, step: u64, seed: u64, options: 
     outcomes.into_iter().for_each(|saved| drop(saved.unwrap()));
 }
 
+/// The only rank saves the state of seed `meta.step`.
+pub(crate) fn save_alone(
+    dir: &Path,
+    meta: &SaveMeta,
+    options: &StoreOptions,
+) -> Result<PublishedCheckpoint, CkptError> {
+    let store = Store::create(dir, 0, options.clone())?;
+    with_shard(&layout(1, 1), 0, meta.step, |shard| {
+        store.save(meta, shard, &mut SingleRank)
+    })
+}
+
 /// A directory with steps 1 and 2 of seeds 1 and 2.
 pub(crate) fn two_checkpoints(layout: &Layout) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
@@ -289,13 +303,30 @@ pub(crate) fn save_until(
     stop: Option<SavePoint>,
     dir: &Path,
     layout: &Layout,
-    (meta, seed): (&SaveMeta, u64),
+    state: (&SaveMeta, u64),
     options: &StoreOptions,
 ) -> Vec<String> {
+    save_observed(dir, layout, state, options, move |at| {
+        if Some(at) == stop {
+            std::panic::resume_unwind(Box::new("stopped on purpose"));
+        }
+    })
+}
+
+/// All ranks save the state of `seed`; `observe` is called at the points of rank 0. Returns the
+/// errors.
+pub(crate) fn save_observed(
+    dir: &Path,
+    layout: &Layout,
+    (meta, seed): (&SaveMeta, u64),
+    options: &StoreOptions,
+    observe: impl Fn(SavePoint) + Clone + Send + Sync + 'static,
+) -> Vec<String> {
     let outcomes = on_ranks(layout.world_size(), |rank, world| {
+        let observe = observe.clone();
         let store = open(dir, rank, options, world).observe(move |at| {
-            if rank == 0 && Some(at) == stop {
-                std::panic::resume_unwind(Box::new("stopped on purpose"));
+            if rank == 0 {
+                observe(at);
             }
         });
         with_shard(layout, rank, seed, |shard| {
@@ -307,6 +338,24 @@ pub(crate) fn save_until(
         .filter_map(|outcome| outcome.err())
         .map(|error| error.to_string())
         .collect()
+}
+
+/// Asserts that the text of `error` has all `parts`.
+#[track_caller]
+pub(crate) fn says(error: impl Display, parts: &[&str]) {
+    let text = error.to_string();
+    for part in parts {
+        assert!(text.contains(part), "no {part:?} in: {text}");
+    }
+}
+
+/// Asserts that `result` is an error whose text has all `parts`.
+#[track_caller]
+pub(crate) fn fails<T, E: Display>(result: Result<T, E>, parts: &[&str]) {
+    match result {
+        Ok(_) => panic!("no error, expected one with {parts:?}"),
+        Err(error) => says(error, parts),
+    }
 }
 
 pub(crate) const NONE: [&Path; 0] = [];
@@ -323,6 +372,53 @@ pub(crate) fn staged(dir: &Path) -> Vec<String> {
     let mut names: Vec<_> = names.collect();
     names.sort();
     names
+}
+
+/// The path in an error that names what is kept.
+pub(crate) fn kept(error: &str) -> Option<&Path> {
+    let rest = error.split("is kept: ").nth(1)?;
+    rest.split(';').next().map(Path::new)
+}
+
+/// A hang is a wait beyond this; no wait of a test comes near it.
+pub(crate) const LONG: Duration = Duration::from_secs(120);
+
+#[track_caller]
+pub(crate) fn wait_until(what: &str, mut ends: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !ends() {
+        assert!(start.elapsed() < LONG, "{what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Inverts a bit of byte `at` of a file; a negative number counts from the end.
+pub(crate) fn flip(path: &Path, at: isize) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let at = at.rem_euclid(bytes.len() as isize);
+    bytes[at as usize] ^= 1;
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// Calls `check` for each of the first `bytes` bytes of a file, in which a bit of it is inverted.
+pub(crate) fn each_flip(path: &Path, bytes: usize, check: impl Fn(usize)) {
+    let good = std::fs::read(path).unwrap();
+    for at in 0..bytes.min(good.len()) {
+        let mut bad = good.clone();
+        bad[at] ^= 1 << (at % 8);
+        std::fs::write(path, &bad).unwrap();
+        check(at);
+    }
+    std::fs::write(path, good).unwrap();
+}
+
+/// fp32 states.
+pub(crate) fn specs() -> Vec<StateSpec> {
+    let spec = |name: &str| StateSpec {
+        name: name.into(),
+        dtype: StateDtype::F32,
+    };
+    STATES.map(spec).to_vec()
 }
 
 /// Reads the shard storage of a rank.

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::common::{assert_holds, layout, read, two_checkpoints};
+use crate::common::{assert_holds, each_flip, flip, layout, read, two_checkpoints};
 use zero_ckpt::{CkptError, MANIFEST_NAME, Manifest, Reader, UnitRange};
 
 fn newest(dir: &Path) -> PathBuf {
@@ -53,9 +53,7 @@ fn flipped_bytes_of_shard_files_are_found() {
 fn flipped_byte_fails_only_reads_of_its_block() {
     let dir = two_checkpoints(&layout(2, 4));
     let path = shard(dir.path());
-    let mut bytes = std::fs::read(&path).unwrap();
-    *bytes.last_mut().unwrap() ^= 0x40;
-    std::fs::write(&path, bytes).unwrap();
+    flip(&path, -1);
     let layout = layout(2, 4);
     let reader = Reader::open(dir.path()).unwrap();
     // Rank 0 reads only its own file.
@@ -81,10 +79,7 @@ fn flipped_bytes_of_manifests_are_found() {
     let path = newest(dir.path()).join(MANIFEST_NAME);
     let good = std::fs::read(&path).unwrap();
     // All except the final newline, which may become other white space.
-    for at in 0..good.len() - 1 {
-        let mut bad = good.clone();
-        bad[at] ^= 1 << (at % 8);
-        std::fs::write(&path, &bad).unwrap();
+    each_flip(&path, good.len() - 1, |at| {
         assert!(Reader::open(newest(dir.path())).is_err(), "byte {at}");
         let before = Reader::open(dir.path()).unwrap();
         assert_eq!(before.manifest().step, 1, "byte {at}");
@@ -93,7 +88,7 @@ fn flipped_bytes_of_manifests_are_found() {
             "{:?}",
             before.notices()
         );
-    }
+    });
 }
 
 #[test]
@@ -101,10 +96,7 @@ fn damaged_latest_is_skipped_with_a_notice() {
     let dir = two_checkpoints(&layout(2, 4));
     let path = dir.path().join("latest");
     let good = std::fs::read(&path).unwrap();
-    for at in 0..good.len() {
-        let mut bad = good.clone();
-        bad[at] ^= 1 << (at % 8);
-        std::fs::write(&path, &bad).unwrap();
+    each_flip(&path, usize::MAX, |at| {
         let reader = Reader::open(dir.path()).unwrap();
         assert_eq!(reader.manifest().step, 2, "byte {at}");
         assert!(
@@ -112,7 +104,7 @@ fn damaged_latest_is_skipped_with_a_notice() {
             "byte {at}: {:?}",
             reader.notices()
         );
-    }
+    });
 
     std::fs::remove_file(&path).unwrap();
     assert_eq!(Reader::open(dir.path()).unwrap().manifest().step, 2);

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::common::{layout, save, value};
+use crate::common::{fails, flip, layout, save, value};
 use safetensors::SafeTensors;
 use zero_ckpt::{CkptError, ExportOptions, Reader, StateDtype, Store, StoreOptions, import};
 
@@ -154,11 +154,10 @@ fn export_rejects_a_used_directory() {
     let out = dir.path().join("hf");
     std::fs::create_dir(&out).unwrap();
     std::fs::write(out.join("precious"), "x").unwrap();
-    let refused = reader
-        .export(&out, &ExportOptions::default())
-        .unwrap_err()
-        .to_string();
-    assert!(refused.contains("new or empty"), "{refused}");
+    fails(
+        reader.export(&out, &ExportOptions::default()),
+        &["new or empty"],
+    );
     let missing = ExportOptions::default().state("weights".into());
     assert!(matches!(
         reader.export(dir.path().join("o"), &missing),
@@ -172,9 +171,7 @@ fn damaged_checkpoint_is_not_exported() {
     let dir = tempfile::tempdir().unwrap();
     let reader = saved(dir.path(), 3);
     let file = reader.path().join("shard-00001-of-00003.safetensors");
-    let mut bytes = std::fs::read(&file).unwrap();
-    bytes[4096 + 100] ^= 1;
-    std::fs::write(&file, bytes).unwrap();
+    flip(&file, 4096 + 100);
     let out = dir.path().join("hf");
     assert!(matches!(
         reader.export(&out, &ExportOptions::default()),

@@ -16,21 +16,21 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{
     BackgroundStore, CkptError, Exchange, MESSAGE_BYTES, PublishedCheckpoint, RECORD_BYTES, Reader,
-    StateDtype, StateSpec, Store, StoreOptions, assemble,
+    Store, StoreOptions, assemble,
 };
 use zero_shard::Layout;
 
-use crate::common::{NONE, STATES, assert_holds, layout, meta, saved, storage, with_shard};
+use crate::common::{
+    LONG, NONE, STATES, assert_holds, kept, layout, meta, saved, specs, staged, storage,
+    wait_until, with_shard,
+};
 
 const RANKS: u64 = 3;
-/// A hang is a wait beyond this; no wait of a test comes near it.
-const LONG: Duration = Duration::from_secs(120);
-
 /// Precedes the result in the output of a rank.
 const OUTCOME: &str = "outcome of the rank: ";
 
@@ -67,14 +67,6 @@ fn options(limit: Duration) -> StoreOptions {
         .run("a")
         .keep_last(1)
         .stall_limit(limit)
-}
-
-fn wait_until(what: &str, mut ends: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !ends() {
-        assert!(start.elapsed() < LONG, "{what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
 }
 
 /// Ranks that are connected to rank 0.
@@ -212,13 +204,7 @@ fn save(
     }
     let states = STATES.map(|state| storage(layout, rank, state, step));
 
-    let specs = STATES
-        .map(|name| StateSpec {
-            name: name.into(),
-            dtype: StateDtype::F32,
-        })
-        .to_vec();
-    let mut store = BackgroundStore::new(store, Arc::new(layout.clone()), specs, 1)?;
+    let mut store = BackgroundStore::new(store, Arc::new(layout.clone()), specs(), 1)?;
     let fence = Arc::clone(stop);
 
     store.begin(meta(step), |slices| {
@@ -417,14 +403,13 @@ impl Scenario {
                 outcome != "step-00000020" || step == 20,
                 "{context}: a save that succeeded is lost"
             );
-            let kept = outcome
-                .split("is kept: ")
-                .nth(1)
-                .and_then(|rest| rest.split(';').next());
+            let kept = kept(outcome);
             // A later rename of rank 0 may have moved or published it.
-            let staging = dir.join(".staging");
             if let Some(kept) = kept.filter(|_| step == 10 && *fault != Fault::StagingVanishes) {
-                assert!(Path::new(kept).exists() || has_ready(&staging), "{context}");
+                assert!(
+                    kept.exists() || staged(&dir).iter().any(|name| name.contains(".ready.")),
+                    "{context}"
+                );
             }
         }
 
@@ -460,17 +445,6 @@ impl Drop for Scenario {
             let _ = rank.wait();
         }
     }
-}
-
-/// Whether rank 0 has moved staged files into the directory of the new checkpoint.
-fn has_ready(staging: &Path) -> bool {
-    fs::read_dir(staging).unwrap().any(|entry| {
-        entry
-            .unwrap()
-            .file_name()
-            .to_string_lossy()
-            .contains(".ready.")
-    })
 }
 
 /// Runs the scenarios; skips them if the tools are missing.

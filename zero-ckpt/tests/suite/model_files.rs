@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use zero_ckpt::{
-    CkptError, ExportOptions, MODEL_FILES_JSON, ModelFiles, Reader, SaveMeta, ShardData,
-    SingleRank, Store, StoreOptions, assemble,
+    CkptError, ExportOptions, MODEL_FILES_JSON, ModelFiles, Reader, SaveMeta, StoreOptions,
+    assemble,
 };
-use zero_shard::{Layout, ParamSpec, UnitSpec};
+
+use crate::common::{fails, meta, run, save_alone};
 
 /// A folder with these files; `/` separates folders.
 fn folder(files: &[(&str, &[u8])]) -> TempDir {
@@ -36,21 +37,9 @@ fn tokenizer(content: &[u8]) -> (ModelFiles, TempDir) {
     (read(&dir, &NAMES).unwrap(), dir)
 }
 
-fn layout() -> Layout {
-    Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [1])])], 1, 1).unwrap()
-}
-
-fn save_with(dir: &Path, meta: &SaveMeta, options: StoreOptions) -> Result<(), CkptError> {
-    let layout = layout();
-    let mut shard = ShardData::new(&layout, 0).unwrap();
-    shard.storage_f32("master", &[1.0]).unwrap();
-    let store = Store::create(dir, 0, options)?;
-    store.save(meta, &shard, &mut SingleRank).map(drop)
-}
-
 fn save(dir: &Path, step: u64, files: &ModelFiles) -> Result<(), CkptError> {
     let options = StoreOptions::default().model_files(files.clone());
-    save_with(dir, &SaveMeta::default().step(step), options)
+    save_alone(dir, &meta(step), &options).map(drop)
 }
 
 /// The names in the folder of kept files.
@@ -189,7 +178,7 @@ fn hostile_list_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let documents = [(MODEL_FILES_JSON.to_owned(), list)].into();
         let meta = SaveMeta::default().documents(documents);
-        save_with(dir.path(), &meta, StoreOptions::default()).unwrap();
+        save_alone(dir.path(), &meta, &StoreOptions::default()).unwrap();
         let error = Reader::open(dir.path())
             .unwrap()
             .model_files()
@@ -226,18 +215,16 @@ fn only_short_regular_sources_are_read() {
         assert!(error.contains(expected), "{error}: {expected}");
     }
     let twice = [("a".to_owned(), at("blob")), ("a".to_owned(), at("blob"))];
-    let error = ModelFiles::read(twice).unwrap_err().to_string();
-    assert!(error.contains("occurs twice"), "{error}");
-    let error = ModelFiles::read([("a b".to_owned(), at("blob"))])
-        .unwrap_err()
-        .to_string();
-    assert!(error.contains("not a plain name"), "{error}");
+    fails(ModelFiles::read(twice), &["occurs twice"]);
+    fails(
+        ModelFiles::read([("a b".to_owned(), at("blob"))]),
+        &["not a plain name"],
+    );
 
     let files = read(&dir, &["blob"]).unwrap();
     fs::write(at("blob"), "other").unwrap();
     let saves = at("saves");
-    let error = save(&saves, 1, &files).unwrap_err().to_string();
-    assert!(error.contains("has changed since it was read"), "{error}");
+    fails(save(&saves, 1, &files), &["has changed since it was read"]);
     assert!(kept(&saves).is_empty());
 }
 
@@ -246,16 +233,11 @@ fn assembled_checkpoint_has_the_files() {
     let dir = tempfile::tempdir().unwrap();
     let taken = dir.path().join("taken");
     let new = dir.path().join("new");
-    save_with(
-        &taken,
-        &SaveMeta::default().step(1),
-        StoreOptions::default().run("a"),
-    )
-    .unwrap();
+    save_alone(&taken, &meta(1), &run("a")).unwrap();
     let (files, _dir) = tokenizer(b"tokens");
-    let options = StoreOptions::default().run("b").model_files(files.clone());
+    let options = run("b").model_files(files.clone());
     // Refused, because the checkpoint of step 1 is of another run.
-    save_with(&taken, &SaveMeta::default().step(1), options).unwrap_err();
+    save_alone(&taken, &meta(1), &options).unwrap_err();
 
     assemble(&new, &[&taken]).unwrap();
     let found = Reader::open(&new).unwrap().model_files().unwrap().unwrap();

@@ -7,7 +7,7 @@ use std::sync::mpsc::channel;
 use zero_ckpt::{CkptError, Exchange, MANIFEST_NAME, Reader, Selection, StoreOptions, resolve};
 
 use crate::common::{
-    STATES, assert_holds, bits, layout, loaded, on_ranks, read, saved, two_checkpoints,
+    STATES, assert_holds, bits, fails, flip, layout, loaded, on_ranks, read, saved, two_checkpoints,
 };
 
 const RANKS: u64 = 3;
@@ -26,19 +26,13 @@ fn shard(dir: &Path, step: u64, rank: u64) -> std::path::PathBuf {
     ))
 }
 
-fn flip_last_byte(path: &Path) {
-    let mut bytes = fs::read(path).unwrap();
-    *bytes.last_mut().unwrap() ^= 1;
-    fs::write(path, bytes).unwrap();
-}
-
 #[test]
 fn all_ranks_open_the_one_that_rank_0_chose() {
     let dir = two_checkpoints(&layout(RANKS, 4));
     open(dir.path())
         .into_iter()
         .for_each(|reader| assert_holds(&reader.unwrap(), &layout(RANKS, 4), 2));
-    flip_last_byte(&shard(dir.path(), 2, 1));
+    flip(&shard(dir.path(), 2, 1), -1);
     let readers = open(dir.path());
     readers
         .into_iter()
@@ -49,7 +43,7 @@ fn all_ranks_open_the_one_that_rank_0_chose() {
 fn failure_of_rank_0_reaches_all() {
     let dir = two_checkpoints(&layout(RANKS, 4));
     for step in [1, 2] {
-        flip_last_byte(&shard(dir.path(), step, 2));
+        flip(&shard(dir.path(), step, 2), -1);
     }
     let errors: Vec<_> = open(dir.path())
         .into_iter()
@@ -94,7 +88,7 @@ fn damage_is_found_by_the_rank_that_reads_it() {
             "shard-00001-of-00003.safetensors: 5 bytes long",
         ),
         (
-            flip_last_byte,
+            |path| flip(path, -1),
             "shard-00001-of-00003.safetensors: damaged: bytes",
         ),
         (
@@ -156,11 +150,10 @@ fn replaced_checkpoint_is_not_opened() {
     }
 
     fs::remove_file(named.join(MANIFEST_NAME)).unwrap();
-    let error = Reader::open_selected(dir.path(), &selection)
-        .err()
-        .unwrap()
-        .to_string();
-    assert!(error.contains("manifest.json: No such file"), "{error}");
+    fails(
+        Reader::open_selected(dir.path(), &selection),
+        &["manifest.json: No such file"],
+    );
 }
 
 /// The others' waits end long before the check does.

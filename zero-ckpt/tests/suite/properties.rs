@@ -2,7 +2,7 @@
 //! state.
 
 use proptest::prelude::*;
-use zero_ckpt::{Reader, SaveMeta, ShardData, SingleRank, StateDtype, Store, StoreOptions};
+use zero_ckpt::{Reader, SaveMeta, ShardData, StateDtype, Store, StoreOptions};
 use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec};
 
 #[derive(Clone, Debug)]
@@ -102,15 +102,10 @@ proptest! {
 /// place.
 #[test]
 fn numbers_of_the_trainer_are_bit_identical() {
-    let layout = crate::common::layout(1, 1);
     let numbers: Vec<f64> = (0..200).map(|i| 65_536.0 * 1.1f64.powi(i - 100)).collect();
     let dir = tempfile::tempdir().unwrap();
-    let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
-    let values = crate::common::storage(&layout, 0, "master", 1);
-    let mut shard = ShardData::new(&layout, 0).unwrap();
-    shard.storage_f32("master", &values).unwrap();
     let meta = SaveMeta::default().trainer(serde_json::json!(numbers));
-    store.save(&meta, &shard, &mut SingleRank).unwrap();
+    crate::common::save_alone(dir.path(), &meta, &StoreOptions::default()).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
     let read = reader
         .manifest()

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tempfile::TempDir;
 use zero_ckpt::testing::SavePoint;
@@ -12,11 +12,9 @@ use zero_ckpt::{CkptError, Exchange, Reader, SaveMeta, Store, StoreOptions, asse
 use zero_shard::Layout;
 
 use crate::common::{
-    NONE, assert_holds, layout, meta, on_ranks, open, run, save_until, staged, with_shard,
+    NONE, assert_holds, fails, kept, layout, meta, on_ranks, open, run, save_until, staged,
+    wait_until, with_shard,
 };
-
-/// Far more than any step of a test takes.
-const LONG: Duration = Duration::from_secs(60);
 
 /// All ranks save `step`; rank 0 panics at `stop`.
 pub(crate) fn save(
@@ -63,17 +61,9 @@ fn assembled_checkpoint_is_the_published_one() {
         let errors = save(dir.path(), &layout, 7, &run("a"), Some(stop));
         assert_eq!(errors.len(), 3, "{stop:?}");
         for error in &errors {
-            let path = error
-                .split("is kept: ")
-                .nth(1)
-                .and_then(|rest| rest.split(';').next());
-            assert!(
-                path.is_some_and(|path| Path::new(path).exists()),
-                "{stop:?}: {error}"
-            );
+            assert!(kept(error).is_some_and(Path::exists), "{stop:?}: {error}");
         }
-        let hint = Reader::open(dir.path()).err().unwrap().to_string();
-        assert!(hint.contains("zero_ckpt::assemble"), "{hint}");
+        fails(Reader::open(dir.path()), &["zero_ckpt::assemble"]);
         let before = staged(dir.path());
         let assembled = assemble(dir.path(), &NONE).unwrap();
         assert_eq!(
@@ -83,12 +73,9 @@ fn assembled_checkpoint_is_the_published_one() {
         assert_equal(dir.path(), published.path());
         assert_eq!(Reader::open_best(dir.path()).unwrap().manifest().step, 7);
         assert_eq!(staged(dir.path()), before, "nothing is removed");
-        let again = assemble(dir.path(), &NONE).unwrap_err().to_string();
-        assert!(
-            again.contains(
-                "has step-00000007, of the same or a later step; name a new folder first"
-            ),
-            "{again}"
+        fails(
+            assemble(dir.path(), &NONE),
+            &["has step-00000007, of the same or a later step; name a new folder first"],
         );
         // The next save of the run removes what the checkpoint supersedes.
         assert!(save(dir.path(), &layout, 8, &run("a"), None).is_empty());
@@ -127,15 +114,13 @@ pub(crate) fn two_machines(step: u64) -> (TempDir, PathBuf, PathBuf) {
 #[test]
 fn folders_of_machines_are_assembled_together() {
     let (dir, a, b) = two_machines(7);
-    let alone = assemble(&a, &NONE).unwrap_err().to_string();
-    assert!(
-        alone.contains("the files of 2 of 3 ranks are missing: 1, 2"),
-        "{alone}"
+    fails(
+        assemble(&a, &NONE),
+        &["the files of 2 of 3 ranks are missing: 1, 2"],
     );
-    let alone = assemble(&b, &NONE).unwrap_err().to_string();
-    assert!(
-        alone.contains("description, which rank 0 writes beside its file, is missing"),
-        "{alone}"
+    fails(
+        assemble(&b, &NONE),
+        &["description, which rank 0 writes beside its file, is missing"],
     );
     assert_eq!(
         assemble(dir.path().join("nothing"), &NONE)
@@ -157,17 +142,13 @@ fn folders_of_machines_are_assembled_together() {
 fn different_saves_are_not_mixed() {
     let (_dir, a, b) = two_machines(7);
     let (_other_dir, other_a, other_b) = two_machines(7);
-    let mixed = assemble(&a, &[&other_b]).unwrap_err().to_string();
-    assert!(
-        mixed.contains("the files of 2 of 3 ranks are missing"),
-        "{mixed}"
+    fails(
+        assemble(&a, &[&other_b]),
+        &["the files of 2 of 3 ranks are missing"],
     );
-    let both = assemble(&a, &[&b, &other_a, &other_b])
-        .unwrap_err()
-        .to_string();
-    assert!(
-        both.contains("several saves are complete, and which one was staged last is not known"),
-        "{both}"
+    fails(
+        assemble(&a, &[&b, &other_a, &other_b]),
+        &["several saves are complete, and which one was staged last is not known"],
     );
     // A renamed file of another step is not taken for one of this save.
     let (_later_dir, _, later_b) = two_machines(8);
@@ -293,18 +274,6 @@ impl<E: Exchange> Exchange for Counted<'_, E> {
     }
 }
 
-/// Waits until `ends`; returns false if it does not within [`LONG`].
-fn wait_until(ends: impl Fn() -> bool) -> bool {
-    let start = Instant::now();
-    while !ends() {
-        if start.elapsed() > LONG {
-            return false;
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    true
-}
-
 /// Rank 1 writes, and rank 0 publishes, only once more messages are exchanged: ranks that wait for
 /// each other exchange. Rank 0 deletes only once the others have the outcome.
 #[test]
@@ -321,16 +290,12 @@ fn waiting_ranks_exchange_messages() {
             let more = calls.load(Ordering::Relaxed) + 7;
             match (at, rank) {
                 (SavePoint::FileCreated, 1) | (SavePoint::ManifestSynced, 0) => {
-                    assert!(
-                        wait_until(|| calls.load(Ordering::Relaxed) >= more),
-                        "no messages at {at:?}"
-                    );
+                    let what = format!("no messages at {at:?}");
+                    wait_until(&what, || calls.load(Ordering::Relaxed) >= more);
                 }
                 (SavePoint::Pruning, 0) => {
-                    assert!(
-                        wait_until(|| done.load(Ordering::Relaxed) == 2),
-                        "deletes before the others continue"
-                    );
+                    let what = "deletes before the others continue";
+                    wait_until(what, || done.load(Ordering::Relaxed) == 2);
                 }
                 _ => {}
             }
@@ -360,12 +325,14 @@ fn rank_without_progress_is_named() {
             if (at, rank) == (SavePoint::FileCreated, 1) {
                 // The others have staged, so that none of them can be slow; then they have the
                 // error.
-                wait_until(|| failed.load(Ordering::Relaxed) == 2 && path.exists());
+                wait_until("no error", || {
+                    failed.load(Ordering::Relaxed) == 2 && path.exists()
+                });
             }
         });
         if rank == 1 {
             // Three files and the description of the two other ranks.
-            wait_until(|| staged(&folder).len() == 3);
+            wait_until("not staged", || staged(&folder).len() == 3);
         }
         let saved = with_shard(&layout, rank, 7, |shard| {
             store.save(&meta(7), shard, &mut world.rank(rank))

@@ -11,7 +11,7 @@ use zero_ckpt::{
 };
 use zero_shard::{Layout, ParamSpec, ShardError, TensorCut, TensorPart, UnitSpec};
 
-use crate::common::{STATES, bits, cases, on_ranks, open, read, value};
+use crate::common::{STATES, bits, cases, fails, flip, on_ranks, open, read, says, value};
 
 const ALIGN: u64 = 16;
 
@@ -291,10 +291,7 @@ fn description_lists_whole_parameters() {
     for part in expected {
         assert!(text.contains(part), "{part}\n{text}");
     }
-    assert!(
-        text.contains(&format!("elements      1,{}", elements - 1000)),
-        "{text}"
-    );
+    says(&text, &[&format!("elements      1,{}", elements - 1000)]);
     assert!(!text.contains('@') && !text.contains("pad."), "{text}");
 }
 
@@ -322,9 +319,9 @@ fn resume_at_other_ranks_saves_into_the_same_directory() {
         meta(&other, &cuts, 2).step(9),
     );
     let error = error.unwrap_err().to_string();
-    assert!(
-        error.contains("has shape [3] in the checkpoint and [4] in the model"),
-        "{error}"
+    says(
+        &error,
+        &["has shape [3] in the checkpoint and [4] in the model"],
     );
 }
 
@@ -380,20 +377,11 @@ fn contradicting_document_is_not_published() {
     assert!(changed(&|d| drop(d.units.pop())).contains("3 units, the manifest 4"));
     assert!(changed(&|d| drop(d.units[1].params.pop())).contains("has 5 parameters"));
     let name = changed(&|d| d.units[1].params[1].name = "w".into());
-    assert!(
-        name.contains("\"w@0/2\"") && name.contains("\"h.0.c_attn.weight@0/2\""),
-        "{name}"
-    );
+    says(&name, &["\"w@0/2\"", "\"h.0.c_attn.weight@0/2\""]);
     let unit = changed(&|d| d.units[1].name = "h.1".into());
-    assert!(
-        unit.contains("unit \"h.1\"") && unit.contains("unit \"h.0\""),
-        "{unit}"
-    );
+    says(&unit, &["unit \"h.1\"", "unit \"h.0\""]);
     let shape = changed(&|d| d.units[0].params[0].shape = vec![33, 12]);
-    assert!(
-        shape.contains("[17, 12]") && shape.contains("[16, 12]"),
-        "{shape}"
-    );
+    says(&shape, &["[17, 12]", "[16, 12]"]);
     let cut = changed(&|d| d.units[0].params[0].cut = TensorCut::Replicated);
     assert!(cut.contains("embedding.wte@0/2"), "{cut}");
     let dim = changed(&|d| d.units[0].params[0].cut = TensorCut::Dim { dim: 2, blocks: 1 });
@@ -412,15 +400,10 @@ fn damaged_or_missing_document_is_an_error() {
     }
     let newest = dir.path().join("step-00000002");
     let path = newest.join(TENSOR_PARALLEL_JSON);
-    let mut bytes = std::fs::read(&path).unwrap();
-    bytes[20] ^= 1;
-    std::fs::write(&path, &bytes).unwrap();
+    flip(&path, 20);
     let damaged = Reader::open(&newest).err().unwrap();
     assert!(matches!(damaged, CkptError::Corrupt { .. }), "{damaged}");
-    assert!(
-        damaged.to_string().contains(TENSOR_PARALLEL_JSON),
-        "{damaged}"
-    );
+    says(&damaged, &[TENSOR_PARALLEL_JSON]);
 
     // The checkpoint before it is opened instead, and saves go on.
     let reader = Reader::open(dir.path()).unwrap();
@@ -434,8 +417,7 @@ fn damaged_or_missing_document_is_an_error() {
     save_with(dir.path(), (&units, &cuts), [4, 1], meta).unwrap();
 
     std::fs::remove_file(&path).unwrap();
-    let missing = Reader::open(&newest).err().unwrap().to_string();
-    assert!(missing.contains(TENSOR_PARALLEL_JSON), "{missing}");
+    fails(Reader::open(&newest), &[TENSOR_PARALLEL_JSON]);
 }
 
 #[test]
@@ -445,13 +427,14 @@ fn checkpoint_without_a_document_says_so() {
     save_with(dir.path(), (&units, &cuts), [2, 1], SaveMeta::default()).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
     let layout = Layout::new(&units, 1, 1).unwrap();
-    let error = reader.view(&layout).err().unwrap().to_string();
-    assert!(error.contains("is missing in the checkpoint"), "{error}");
-    assert!(
-        error.contains(&format!("no {TENSOR_PARALLEL_JSON}")),
-        "{error}"
+    fails(
+        reader.view(&layout),
+        &[
+            "is missing in the checkpoint",
+            &format!("no {TENSOR_PARALLEL_JSON}"),
+            "TensorParallel::document",
+        ],
     );
-    assert!(error.contains("TensorParallel::document"), "{error}");
 }
 
 #[test]
@@ -470,16 +453,12 @@ fn wrong_parts_are_rejected() {
         .unwrap();
     let text = error.to_string();
     assert!(matches!(error, CkptError::AnotherModel { .. }), "{text}");
-    assert!(
-        text.contains("part of tensor-parallel rank 1 of 2"),
-        "{text}"
+    says(&text, &["part of tensor-parallel rank 1 of 2"]);
+    says(
+        &text,
+        &["[16, 12] in the checkpoint and [11, 12] in the model"],
     );
-    assert!(
-        text.contains("[16, 12] in the checkpoint and [11, 12] in the model"),
-        "{text}"
-    );
-    let whole = reader.view(&layout).err().unwrap().to_string();
-    assert!(whole.contains("[31, 12] in the checkpoint"), "{whole}");
+    fails(reader.view(&layout), &["[31, 12] in the checkpoint"]);
 
     let view = reader.view_of_part(&layout, part, cut_of(&cuts)).unwrap();
     let mut out = [0.0; 4];

@@ -143,6 +143,17 @@ impl Launch {
             params,
         }
     }
+
+    /// A launch of one thread of step.cu.
+    fn of_step(entry: &'static str, params: Vec<Param>) -> Self {
+        Self {
+            source: "step.cu",
+            entry,
+            blocks: 1,
+            threads: 1,
+            params,
+        }
+    }
 }
 
 /// The index of a dtype in `entries!`.
@@ -365,13 +376,7 @@ pub(super) fn rank_stats(
         flags.into(),
         out.into(),
     ];
-    Ok(Launch {
-        source: "step.cu",
-        entry: "rank_stats",
-        blocks: 1,
-        threads: 1,
-        params,
-    })
+    Ok(Launch::of_step("rank_stats", params))
 }
 
 pub(super) fn advance_step(device: DeviceId, args: &AdvanceArgs) -> Result<Launch, KernelError> {
@@ -395,13 +400,7 @@ pub(super) fn advance_step(device: DeviceId, args: &AdvanceArgs) -> Result<Launc
     params.extend([scalars.into(), Param::U64(scalars.len() as u64)]);
     params.extend([records.into(), Param::U64(records.len() as u64)]);
 
-    Ok(Launch {
-        source: "step.cu",
-        entry: "advance_step",
-        blocks: 1,
-        threads: 1,
-        params,
-    })
+    Ok(Launch::of_step("advance_step", params))
 }
 
 /// Slots of [`every_kernel`], each for a single value.

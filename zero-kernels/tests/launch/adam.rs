@@ -95,21 +95,17 @@ fn check<D: Device, G: Float, P: Float>(rig: &Rig<D>, with_param: bool) {
                 &hyper,
             )
             .unwrap();
-            assert_same(
-                &format!("{what}: master"),
-                &master.read(),
-                &expected.weights,
-            );
-            assert_same(
-                &format!("{what}: first moment"),
-                &first_moment.read(),
-                &expected.first_moment,
-            );
-            assert_same(
-                &format!("{what}: second moment"),
-                &second_moment.read(),
-                &expected.second_moment,
-            );
+            for (name, ours, expected) in [
+                ("master", master.read(), &expected.weights),
+                ("first moment", first_moment.read(), &expected.first_moment),
+                (
+                    "second moment",
+                    second_moment.read(),
+                    &expected.second_moment,
+                ),
+            ] {
+                assert_same(&format!("{what}: {name}"), &ours, expected);
+            }
             assert_same(&format!("{what}: parameter"), &param.read(), &narrow);
             assert_same(&format!("{what}: gradient"), &on_device.read(), &grad);
             near_fp64(&start, &grad, &scalars, &hyper, &expected);
@@ -258,42 +254,27 @@ pub fn skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
     let r = rig.buffer(&vec![5i16; len], 0);
     let at = rig.buffer(&[StepScalars::skipped()], 0);
     let param = rig.poisoned::<bf16>(len, 0);
-    let first_moment = m.slice();
-    let second_moment = v.slice();
-    let grad = g.any();
-    let hyper = hyper(true);
-    let rule: Arc<dyn UpdateRule> = Arc::new(hyper);
-    let master = wide.slice();
-    let param_out = Some(param.any());
-    let scalars = at.slice();
-
-    let args = UpdateArgs {
-        weights: Weights::Fp32 { master, param_out },
-
-        slots: vec![first_moment, second_moment],
-
-        grad,
-
-        scalars,
-
-        weight_decay: hyper.weight_decay,
-    };
-
-    rig.kernels.update(&rig.stream, &rule, args).unwrap();
-    let param16 = narrow.slice();
-    let remainder = r.slice();
-    let args = UpdateArgs {
-        weights: Weights::Remainder {
-            param: param16,
-            remainder,
+    let rule: Arc<dyn UpdateRule> = Arc::new(hyper(true));
+    for weights in [
+        Weights::Fp32 {
+            master: wide.slice(),
+            param_out: Some(param.any()),
         },
-        slots: vec![first_moment, second_moment],
-        grad,
-        scalars,
-        weight_decay: hyper.weight_decay,
-    };
+        Weights::Remainder {
+            param: narrow.slice(),
+            remainder: r.slice(),
+        },
+    ] {
+        let args = UpdateArgs {
+            weights,
+            slots: vec![m.slice(), v.slice()],
+            grad: g.any(),
+            scalars: at.slice(),
+            weight_decay: rule.weight_decay(),
+        };
+        rig.kernels.update(&rig.stream, &rule, args).unwrap();
+    }
 
-    rig.kernels.update(&rig.stream, &rule, args).unwrap();
     assert_same("master", &wide.read(), &start.weights);
     assert_same("weights", &narrow.read(), &values::<bf16>(len, 5, false));
     assert_same("first moment", &m.read(), &start.first_moment);

@@ -141,71 +141,41 @@ pub fn advance_step<D: Device>(rig: &Rig<D>) {
         divisor: 0.0,
     };
 
+    // A config, the ranks, the length of the table of rates, a seed. The last two runs are halted: at
+    // the minimum scale, and after the end of the table.
+    let unlimited = StepConfig {
+        max_grad_norm: 0.0,
+        consecutive_hysteresis: 1,
+        ..config
+    };
+    let fixed = StepConfig {
+        dynamic: 0,
+        ..config
+    };
+    let impatient = StepConfig {
+        hysteresis: 0,
+        ..config
+    };
+    let divided = StepConfig {
+        divisor: 77.0,
+        ..config
+    };
+    let failing = StepConfig {
+        fail_at_min: 1,
+        min_scale: 16.0,
+        hysteresis: 1,
+        ..config
+    };
     let steps = if cfg!(miri) { 2 } else { 40 };
-    check_run(rig, config, 1, steps, 64, 1);
-    check_run(
-        rig,
-        StepConfig {
-            max_grad_norm: 0.0,
-            consecutive_hysteresis: 1,
-            ..config
-        },
-        3,
-        steps,
-        64,
-        2,
-    );
-
-    check_run(
-        rig,
-        StepConfig {
-            dynamic: 0,
-            ..config
-        },
-        2,
-        steps,
-        64,
-        3,
-    );
-
-    check_run(
-        rig,
-        StepConfig {
-            hysteresis: 0,
-            ..config
-        },
-        2,
-        steps,
-        64,
-        6,
-    );
-
-    check_run(
-        rig,
-        StepConfig {
-            divisor: 77.0,
-            ..config
-        },
-        2,
-        steps,
-        64,
-        8,
-    );
-
-    // These two runs are halted: at the minimum scale, and after the end of the table of rates.
-    check_run(
-        rig,
-        StepConfig {
-            fail_at_min: 1,
-            min_scale: 16.0,
-            hysteresis: 1,
-            ..config
-        },
-        2,
-        steps,
-        64,
-        4,
-    );
-
-    check_run(rig, config, 2, steps, 2, 5);
+    for (config, ranks, rates, seed) in [
+        (config, 1, 64, 1),
+        (unlimited, 3, 64, 2),
+        (fixed, 2, 64, 3),
+        (impatient, 2, 64, 6),
+        (divided, 2, 64, 8),
+        (failing, 2, 64, 4),
+        (config, 2, 2, 5),
+    ] {
+        check_run(rig, config, ranks, steps, rates, seed);
+    }
 }

@@ -51,22 +51,15 @@ impl<W: Float, M: Float, P: Float> State<W, M, P> {
     }
 
     fn assert_same(&self, what: &str, other: &Self) {
-        assert_same(&format!("{what}: weights"), &self.weights, &other.weights);
-        assert_same(
-            &format!("{what}: first_moment"),
-            &self.first_moment,
-            &other.first_moment,
-        );
-        assert_same(
-            &format!("{what}: second_moment"),
-            &self.second_moment,
-            &other.second_moment,
-        );
-        assert_same(
-            &format!("{what}: param_out"),
-            &self.param_out,
-            &other.param_out,
-        );
+        macro_rules! same {
+            ($($field:ident),*) => {
+                $(
+                    let field = stringify!($field);
+                    assert_same(&format!("{what}: {field}"), &self.$field, &other.$field);
+                )*
+            };
+        }
+        same!(weights, first_moment, second_moment, param_out);
     }
 }
 

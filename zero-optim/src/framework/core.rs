@@ -4,7 +4,6 @@ use std::fmt::Display;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceKind, Event, Stream};
 use zero_alloc::{Block, Purpose};
 use zero_ckpt::{CkptError, ExchangeFn, Reader, SaveMeta, Store, StoreOptions};
@@ -12,6 +11,7 @@ use zero_comm::Gather;
 use zero_kernels::RankStats;
 use zero_shard::{Layout, ParamId, ZeroStage};
 
+use crate::state::download;
 use crate::{
     Divisor, GatheredStats, RankParams, RankSettings, ShardedOptimizer, StateKind, StateRange,
     StepOutcome,
@@ -94,16 +94,6 @@ impl<D: Device> Core<D> {
         result: Result<R, FrameworkError>,
     ) -> Result<R, FrameworkError> {
         result.inspect_err(|error| self.fail(&error.to_string()))
-    }
-
-    /// The sink of the gradients of a unit.
-    pub(super) fn sink(&mut self, index: usize) -> Grads<'_, D> {
-        Grads {
-            rank: &self.rank,
-            index,
-            unit: &self.layout.units()[index],
-            gradients: &mut self.gradients,
-        }
     }
 
     /// The mean of the losses of validation over ranks.
@@ -252,6 +242,16 @@ impl<D: Device> Core<D> {
         })
     }
 
+    /// The sink of a unit's gradients.
+    pub(super) fn grads(&mut self, index: usize) -> Grads<'_, D> {
+        Grads {
+            rank: &self.rank,
+            index,
+            unit: &self.layout.units()[index],
+            gradients: &mut self.gradients,
+        }
+    }
+
     /// Waits until the parameters of a unit are whole: the host itself, or the compute stream.
     pub(super) fn wait_for_params(&self, unit: usize) -> Result<(), FrameworkError> {
         let ready = &self.params[unit].ready;
@@ -299,20 +299,7 @@ impl<D: Device> Core<D> {
         } = &self.rank;
 
         let mut values = vec![0.0_f32; flat.len()];
-        if flat.dtype() == DType::F32 {
-            let bytes = bytemuck::cast_slice_mut(&mut values);
-            pool.device().download(compute, flat, bytes, *limit)?;
-            return Ok(values);
-        }
-        let mut halves = vec![0_u16; flat.len()];
-        let bytes = bytemuck::cast_slice_mut(&mut halves);
-        pool.device().download(compute, flat, bytes, *limit)?;
-        for (value, half) in values.iter_mut().zip(halves) {
-            *value = match flat.dtype() {
-                DType::Bf16 => bf16::from_bits(half).to_f32(),
-                _ => f16::from_bits(half).to_f32(),
-            };
-        }
+        download(pool.device(), compute, flat, &mut values, *limit)?;
         Ok(values)
     }
 

@@ -115,10 +115,7 @@ impl<D: Device> Rank<D> {
         call: Call,
         message: &[u8],
     ) -> Result<Vec<Vec<u8>>, FrameworkError> {
-        let Self { pool, compute, .. } = self;
-        call.exchange(message, |message| {
-            self.comm.exchange(pool, compute, message, self.limit)
-        })
+        self.exchanger(call)(message)
     }
 
     /// [`Self::exchange`] that outlives the rank.

@@ -102,7 +102,7 @@ impl<D: Device> Step<'_, D> {
         backward: impl FnOnce(&Params<'_>, &mut Grads<'_, D>) -> Result<R, E>,
     ) -> Result<R, FrameworkError> {
         let held = self.hold_for("backward", unit)?;
-        let mut grads = self.core.sink(held.index);
+        let mut grads = self.core.grads(held.index);
         let result = backward(&held.params.params(grads.unit), &mut grads);
         self.release(held, result)
     }
@@ -178,7 +178,7 @@ impl<D: Device> Step<'_, D> {
     /// There is no such parameter, or a stream failed.
     pub fn unused(&mut self, name: &str) -> Result<(), FrameworkError> {
         let id = self.named(name)?;
-        self.core.sink(id.unit).leave_out(id.param)
+        self.core.grads(id.unit).leave_out(id.param)
     }
 
     fn named(&mut self, name: &str) -> Result<ParamId, FrameworkError> {
@@ -188,7 +188,7 @@ impl<D: Device> Step<'_, D> {
 
     fn sink(&mut self, name: &str) -> Result<Grads<'_, D>, FrameworkError> {
         let unit = self.named(name)?.unit;
-        Ok(self.core.sink(unit))
+        Ok(self.core.grads(unit))
     }
 
     /// Keeps the step open without the guard, for a program that cannot borrow [`Zero`](super::Zero)

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use zero_alloc::device::{Device, Stream};
 use zero_alloc::swap::SwapOptions;
-use zero_comm::{Communicator, PrefetchOptions};
+use zero_comm::PrefetchOptions;
 use zero_optim::{LrSchedule, Moments, StateFormat, StateHome};
 
 use super::*;
@@ -126,52 +126,35 @@ fn on_nvme() -> StateHome {
     }
 }
 
-/// A deviation of one rank in or after a step.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Deviation {
-    /// The least bit of an initial value.
-    InitialValue,
-    /// Names of parameters, or their order, in a unit.
-    OtherNames,
-    OtherParamOrder,
-    OtherUnitOrder,
-    /// Weights of losses.
-    Weighted,
-    Mixed,
-    LearningRate,
-    /// Other calls, where the others save.
-    TrainsInstead,
-    ValidatesInstead,
-    ResumesInstead,
-    OrderOfValidation,
-    /// In a save, or a resume.
-    State,
-    WritesIntoParams,
-    OtherRun,
-    OtherStep,
-    NoCheckpoint,
+cases! {
+    /// A deviation of one rank in or after a step.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Deviation {
+        /// The least bit of an initial value.
+        InitialValue,
+        /// Names of parameters, or their order, in a unit.
+        OtherNames,
+        OtherParamOrder,
+        OtherUnitOrder,
+        /// Weights of losses.
+        Weighted,
+        Mixed,
+        LearningRate,
+        /// Other calls, where the others save.
+        TrainsInstead,
+        ValidatesInstead,
+        ResumesInstead,
+        OrderOfValidation,
+        /// In a save, or a resume.
+        State,
+        WritesIntoParams,
+        OtherRun,
+        OtherStep,
+        NoCheckpoint,
+    }
 }
 
 use Deviation::*;
-
-const DEVIATIONS: [Deviation; 16] = [
-    InitialValue,
-    OtherNames,
-    OtherParamOrder,
-    OtherUnitOrder,
-    Weighted,
-    Mixed,
-    LearningRate,
-    TrainsInstead,
-    ValidatesInstead,
-    ResumesInstead,
-    OrderOfValidation,
-    State,
-    WritesIntoParams,
-    OtherRun,
-    OtherStep,
-    NoCheckpoint,
-];
 
 impl Deviation {
     /// A part of the error of all ranks at `stage`.
@@ -422,7 +405,7 @@ fn each_setting_is_agreed() {
 #[test]
 fn each_deviation_is_an_error() {
     for stage in ZeroStage::ALL {
-        for deviation in DEVIATIONS.into_iter().filter(|other| other.is_at(stage)) {
+        for &deviation in Deviation::ALL.iter().filter(|other| other.is_at(stage)) {
             let dir = folders(stage, deviation);
             check_deviation(dir.path(), (stage, 2), (3, 1), (false, deviation));
         }
@@ -524,7 +507,7 @@ proptest! {
     fn one_rank_that_differs_is_an_error(
         stage in 0..3_usize, ranks in 2..5_usize, rank in 0..4_usize, micro_batches in 1..4_usize,
         is_weighted: bool,
-        setting in proptest::option::of(select(SETTINGS)), deviation in select(DEVIATIONS.to_vec()),
+        setting in proptest::option::of(select(SETTINGS)), deviation in select(Deviation::ALL),
     ) {
         let place = (ranks, rank % ranks);
         if let Some(setting) = setting {

@@ -1,6 +1,20 @@
 //! The facade for frameworks: its numbers at all stages, and what misuse does.
 #![cfg(unix)]
 
+/// An enum, and the list `ALL` of its variants.
+macro_rules! cases {
+    ($(#[$of_enum:meta])* enum $name:ident { $($(#[$of_case:meta])* $case:ident),* $(,)? }) => {
+        $(#[$of_enum])*
+        enum $name {
+            $($(#[$of_case])* $case),*
+        }
+
+        impl $name {
+            const ALL: &[Self] = &[$(Self::$case),*];
+        }
+    };
+}
+
 mod differences;
 mod hooks;
 mod misuse;
@@ -15,8 +29,8 @@ use half::bf16;
 use zero_alloc::Pool;
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
-use zero_comm::CommOptions;
 use zero_comm::threads::{ThreadsComm, World};
+use zero_comm::{CommOptions, Communicator};
 use zero_kernels::host::HostKernels;
 use zero_optim::framework::{Builder, FrameworkError, Params, Rank, Step, Zero};
 use zero_optim::{GroupRules, LossScaling, OptimizerConfig, StepOutcome};
@@ -46,6 +60,11 @@ fn on_ranks<R: Send>(ranks: usize, run: impl Fn(ThreadsComm) -> R + Sync) -> Vec
             .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
+}
+
+fn rank_on(device: &HostDevice, comm: ThreadsComm) -> Result<Rank<Host>, FrameworkError> {
+    let pool = Pool::new(device.clone(), usize::MAX);
+    Rank::new(Arc::new(comm), pool, Arc::new(HostKernels::new(1)?))
 }
 
 fn with_units(mut builder: Builder<Host>) -> Builder<Host> {
@@ -131,6 +150,11 @@ fn step(
     unreachable!("there is a last micro-batch")
 }
 
+/// Steps of one micro-batch.
+fn steps(zero: &mut Zero<Host>, place: (usize, usize), count: usize) -> Result<(), Error> {
+    (0..count).try_for_each(|_| step(zero, place, 1).map(drop))
+}
+
 fn weights(zero: &mut Zero<Host>) -> Result<Vec<f32>, FrameworkError> {
     let mut all = Vec::new();
     zero.for_each_param(|_, _, values| {
@@ -195,7 +219,6 @@ fn all_stages_train_as_one_machine() {
         let mut first: Option<(Vec<f64>, Vec<f32>)> = None;
         for stage in ZeroStage::ALL {
             let run = |comm: ThreadsComm| -> Result<_, Error> {
-                use zero_comm::Communicator;
                 let place = (comm.rank(), comm.world_size());
                 let zero = builder(comm, stage).micro_batches(micro_batches);
                 let mut zero = zero.build(init)?;
@@ -240,7 +263,6 @@ fn all_stages_train_as_one_machine() {
 /// Four ranks save at one stage, two resume at another, as if they had not stopped.
 #[test]
 fn checkpoint_loads_at_any_stage_and_number_of_ranks() {
-    use zero_comm::Communicator;
     let stages = [ZeroStage::Zero, ZeroStage::Two, ZeroStage::Three];
     for (from, to) in stages
         .into_iter()
@@ -250,9 +272,7 @@ fn checkpoint_loads_at_any_stage_and_number_of_ranks() {
         let save = |comm: ThreadsComm| -> Result<_, Error> {
             let place = (comm.rank(), comm.world_size());
             let mut zero = builder(comm, from).build(init)?;
-            for _step in 0..3 {
-                step(&mut zero, place, 1)?;
-            }
+            steps(&mut zero, place, 3)?;
             zero.save(dir.path())?;
             Ok(weights(&mut zero)?)
         };
@@ -280,7 +300,6 @@ fn checkpoint_loads_at_any_stage_and_number_of_ranks() {
 fn smaller_formats_train_and_overflow_is_skipped() {
     let run = |stage, dtype: DType| {
         let run = |comm: ThreadsComm| -> Result<_, Error> {
-            use zero_comm::Communicator;
             let rank = comm.rank();
             let config = match dtype {
                 DType::F16 => config().loss_scaling(LossScaling::Static { scale: 1024.0 }),
@@ -343,7 +362,6 @@ fn smaller_formats_train_and_overflow_is_skipped() {
 /// Losses that are sums over tokens, of which ranks have different numbers.
 #[test]
 fn weights_of_all_ranks_divide_once() {
-    use zero_comm::Communicator;
     let run = |comm: ThreadsComm| -> Result<_, Error> {
         let rank = comm.rank();
         let zero = Zero::builder(Rank::on_host(comm)?).unit("u", [("w", [1])]);
@@ -398,7 +416,6 @@ fn frozen_parameters_stay() {
 #[cfg_attr(miri, ignore = "io_uring")]
 #[cfg(target_os = "linux")]
 fn state_on_nvme_changes_no_bit() {
-    use zero_comm::Communicator;
     let dir = tempfile::tempdir().unwrap();
     let run = |nvme: bool| {
         let run = |comm: ThreadsComm| -> Result<_, Error> {
@@ -413,9 +430,7 @@ fn state_on_nvme_changes_no_bit() {
                 zero = zero.offload(home);
             }
             let mut zero = zero.build(init)?;
-            for _step in 0..3 {
-                step(&mut zero, place, 1)?;
-            }
+            steps(&mut zero, place, 3)?;
             Ok(weights(&mut zero)?)
         };
         on_ranks(2, run).remove(0).unwrap()
@@ -428,7 +443,6 @@ fn state_on_nvme_changes_no_bit() {
 #[test]
 fn seeds_change_no_bit() {
     use zero_alloc::device::Element;
-    use zero_comm::Communicator;
     let seeds = if cfg!(miri) { 1 } else { 20 };
     for stage in ZeroStage::ALL {
         let mut first = None;
@@ -436,8 +450,7 @@ fn seeds_change_no_bit() {
             let device = HostDevice::seeded(seed);
             let run = |comm: ThreadsComm| -> Result<_, Error> {
                 let place = (comm.rank(), comm.world_size());
-                let pool = Pool::new(device.clone(), usize::MAX);
-                let rank = Rank::new(Arc::new(comm), pool, Arc::new(HostKernels::new(1)?))?;
+                let rank = rank_on(&device, comm)?;
                 let zero = with_units(Zero::builder(rank).stage(stage).adamw(config()));
                 let mut zero = zero.micro_batches(2).build(init)?;
                 let view = (stage < ZeroStage::Three).then(|| zero.param("c.w"));
@@ -487,8 +500,7 @@ fn communication_is_inside_compute() {
         };
         let run = |comm: ThreadsComm| -> Result<_, Error> {
             let device = HostDevice::modelled(cost);
-            let pool = Pool::new(device.clone(), usize::MAX);
-            let rank = Rank::new(Arc::new(comm), pool, Arc::new(HostKernels::new(1)?))?;
+            let rank = rank_on(&device, comm)?;
             let compute = rank.compute().clone();
             let mut zero = Zero::builder(rank).stage(stage);
             for block in 0..BLOCKS {
@@ -588,7 +600,6 @@ fn bad_settings_are_refused() {
 /// step is then dropped.
 #[test]
 fn errors_of_closures_have_their_reason() {
-    use zero_comm::Communicator;
     let run = |comm: ThreadsComm| -> Result<(), Error> {
         let place = (comm.rank(), comm.world_size());
         let mut zero = builder(comm, ZeroStage::Two).build(init)?;
@@ -618,7 +629,6 @@ fn errors_of_closures_have_their_reason() {
 /// Validation has no update, and its mean over ranks; the framework's state is in a checkpoint.
 #[test]
 fn validation_and_state() {
-    use zero_comm::Communicator;
     let dir = tempfile::tempdir().unwrap();
     let run = |comm: ThreadsComm| -> Result<(), Error> {
         let place = (comm.rank(), comm.world_size());
@@ -649,7 +659,6 @@ fn validation_and_state() {
 /// A save or a resume that cannot be done is an error on all ranks, which go on.
 #[test]
 fn failed_saves_and_resumes_change_nothing() {
-    use zero_comm::Communicator;
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     std::fs::write(&file, "a file").unwrap();

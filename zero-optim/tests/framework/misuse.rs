@@ -6,53 +6,34 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A deviation of one rank, in one step.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Misuse {
-    /// Errors that leave the step as it was.
-    UnknownUnit,
-    UnknownParam,
-    LongGradient,
-    SecondGradient,
-    TooManyMicroBatches,
-    EarlyMicroBatch,
-    /// Ends the run.
-    NoGradient,
-    DroppedStep,
-    ForgottenStep,
-    PanicInForward,
-    PanicInBackward,
-    NoUpdate,
-    OtherOrder,
-    OtherOrderOfGradients,
-    MissingUnit,
-    KeptView,
-    EarlyEnd,
-    DroppedRun,
+cases! {
+    /// A deviation of one rank, in one step.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Misuse {
+        /// Errors that leave the step as it was.
+        UnknownUnit,
+        UnknownParam,
+        LongGradient,
+        SecondGradient,
+        TooManyMicroBatches,
+        EarlyMicroBatch,
+        /// Ends the run.
+        NoGradient,
+        DroppedStep,
+        ForgottenStep,
+        PanicInForward,
+        PanicInBackward,
+        NoUpdate,
+        OtherOrder,
+        OtherOrderOfGradients,
+        MissingUnit,
+        KeptView,
+        EarlyEnd,
+        DroppedRun,
+    }
 }
 
 use Misuse::*;
-
-const ALL: [Misuse; 18] = [
-    UnknownUnit,
-    UnknownParam,
-    LongGradient,
-    SecondGradient,
-    TooManyMicroBatches,
-    EarlyMicroBatch,
-    NoGradient,
-    DroppedStep,
-    ForgottenStep,
-    PanicInForward,
-    PanicInBackward,
-    NoUpdate,
-    OtherOrder,
-    OtherOrderOfGradients,
-    MissingUnit,
-    KeptView,
-    EarlyEnd,
-    DroppedRun,
-];
 
 impl Misuse {
     /// Whether the run goes on with the right numbers.
@@ -188,7 +169,6 @@ fn check_misuse(
     micro_batches: usize,
     (misuse, unit): (Misuse, usize),
 ) {
-    use zero_comm::Communicator;
     let run = |comm: ThreadsComm| -> Result<_, Error> {
         let place = (comm.rank(), comm.world_size());
         let zero = builder(comm, stage).micro_batches(micro_batches);
@@ -263,7 +243,6 @@ fn missing_gradients_are_named() {
 fn failed_step_has_no_update() {
     for stage in ZeroStage::ALL {
         let run = |comm: ThreadsComm| {
-            use zero_comm::Communicator;
             let rank = comm.rank();
             let mut zero = builder(comm, stage).build(init).unwrap();
             let mut step = zero.begin().unwrap();
@@ -298,7 +277,7 @@ fn failed_step_has_no_update() {
 #[cfg_attr(miri, ignore = "minutes; `misuses_are_errors` has some of them")]
 fn each_misuse_at_each_stage() {
     for stage in ZeroStage::ALL {
-        for misuse in ALL {
+        for &misuse in Misuse::ALL {
             check_misuse(stage, (2, 1), 2, (misuse, 1));
         }
     }
@@ -310,9 +289,9 @@ proptest! {
     #[test]
     fn misuses_are_errors(
         stage in 0..4_usize, ranks in 2..4_usize, rank in 0..3_usize, micro_batches in 1..3_usize,
-        misuse in 0..ALL.len(), unit in 0..UNITS.len(),
+        misuse in 0..Misuse::ALL.len(), unit in 0..UNITS.len(),
     ) {
         let stage = ZeroStage::ALL[stage];
-        check_misuse(stage, (ranks, rank % ranks), micro_batches, (ALL[misuse], unit));
+        check_misuse(stage, (ranks, rank % ranks), micro_batches, (Misuse::ALL[misuse], unit));
     }
 }

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device, DeviceId, DeviceSlice, Reduced, Stream};
-use zero_comm::Communicator;
 use zero_kernels::host::UpdateSlices;
 use zero_kernels::{
     Codec, Grain, KernelError, RULE_SCALARS, SettingError, Slot, StepPoint, UpdateRule,

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use half::{bf16, f16};
+use proptest::prelude::ProptestConfig;
 use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Reduced, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Divisor, GatheredStats, GroupRules, GroupRun, OptimError, OptimizerConfig, ParamGroups,
+    Divisor, GatheredStats, GroupRules, OptimError, OptimizerBuilder, OptimizerConfig, ParamGroups,
     RankStats, Segment, ShardedOptimizer, StateKind, StepInputs, StepOutcome, UnitSlices,
 };
 
@@ -77,6 +78,44 @@ impl Buffer {
     }
 }
 
+/// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
+pub fn cases(n: u32) -> ProptestConfig {
+    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
+        .ok()
+        .and_then(|f| f.parse().ok())
+        .unwrap_or(1);
+    ProptestConfig {
+        cases: n.saturating_mul(factor),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
+}
+
+pub fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
+}
+
+/// A stream, memory and kernels of the host.
+pub struct Host {
+    pub stream: HostStream,
+    pub pool: Pool<HostDevice>,
+    kernels: Arc<HostKernels>,
+}
+
+impl Host {
+    pub fn on(device: HostDevice) -> Self {
+        Self {
+            stream: device.create_stream("compute").unwrap(),
+            pool: Pool::new(device, 1 << 30),
+            kernels: Arc::new(HostKernels::new(1).unwrap()),
+        }
+    }
+
+    pub fn builder(&self) -> OptimizerBuilder<'_, HostDevice> {
+        ShardedOptimizer::builder(&self.pool, self.kernels.clone(), &self.stream)
+    }
+}
+
 pub struct Random(pub u64);
 
 impl Random {
@@ -113,9 +152,84 @@ pub struct Rank {
     held: Vec<Range<usize>>,
 }
 
+/// A rank to be: unit `u` has the initial values `init[u]`, padded to a multiple of the ranks.
+pub struct RankOf<'a> {
+    pub config: &'a OptimizerConfig,
+    pub dtype: DType,
+    pub init: &'a [Vec<f32>],
+    /// The rank, and the number of ranks.
+    pub place: (usize, usize),
+    pub how: Holding,
+    pub rules: &'a [GroupRules],
+    /// The group of an element of a unit.
+    pub group_of: &'a dyn Fn(usize, usize) -> usize,
+}
+
+impl RankOf<'_> {
+    /// Makes the rank; `change` changes the optimizer's other settings.
+    pub fn build(
+        self,
+        device: HostDevice,
+        change: impl FnOnce(OptimizerBuilder<'_, HostDevice>) -> OptimizerBuilder<'_, HostDevice>,
+    ) -> Result<Rank, OptimError> {
+        let host = Host::on(device);
+        let (rank, world) = self.place;
+        let mut segments = Vec::new();
+        let mut held = Vec::new();
+        let mut end = 0;
+
+        for (u, init) in self.init.iter().enumerate() {
+            assert!(init.len().is_multiple_of(world), "units are padded");
+            let shard = init.len() / world;
+            let own = rank * shard..(rank + 1) * shard;
+            let held_here = if self.how == Holding::Whole {
+                0..init.len()
+            } else {
+                own.clone()
+            };
+            let state = end..end + held_here.len();
+            end = state.end;
+            segments.push(match self.how {
+                Holding::Whole => Segment::whole(format!("unit{u}"), state, own),
+                Holding::Shard => Segment::shard(format!("unit{u}"), state),
+            });
+            held.push(held_here);
+        }
+
+        // A run an element: the optimizer joins them.
+        let units = held.iter().enumerate().filter(|_| !self.rules.is_empty());
+        let groups = units.flat_map(|(u, held)| held.clone().map(move |elem| (u, elem)));
+        let runs = groups
+            .enumerate()
+            .map(|(i, (u, elem))| (i..i + 1, (self.group_of)(u, elem)));
+        let groups = ParamGroups::new(self.rules.to_vec(), runs);
+
+        let builder = host.builder().config(self.config.clone());
+        let builder = builder.param_dtype(self.dtype).groups(&groups);
+        let mut optim = change(builder).build(segments)?;
+        let mut params: Vec<Buffer> = self
+            .init
+            .iter()
+            .zip(&held)
+            .map(|(w, held)| Buffer::new(&w[held.clone()], self.dtype))
+            .collect();
+        let slices: Vec<_> = params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
+        optim.init_masters(&host.stream, &slices)?;
+        host.stream.synchronize(LIMIT)?;
+
+        let Host { pool, stream, .. } = host;
+        Ok(Rank {
+            optim,
+            params,
+            pool,
+            stream,
+            held,
+        })
+    }
+}
+
 impl Rank {
-    /// Rank `rank` of `world`; unit `u` has the initial values `init[u]`, padded to a multiple of
-    /// `world`.
+    /// Rank `rank` of `world`, without parameter groups.
     pub fn new(
         config: &OptimizerConfig,
         dtype: DType,
@@ -124,91 +238,19 @@ impl Rank {
         world: usize,
         how: Holding,
     ) -> Self {
-        Self::with_groups(config, dtype, init, (rank, world), how, &[], &|_, _| 0)
-    }
-
-    /// As [`Self::new`], with parameter groups: `group_of` returns the group of an element of a
-    /// unit.
-    pub fn with_groups(
-        config: &OptimizerConfig,
-        dtype: DType,
-        init: &[Vec<f32>],
-        (rank, world): (usize, usize),
-        how: Holding,
-        rules: &[GroupRules],
-        group_of: &dyn Fn(usize, usize) -> usize,
-    ) -> Self {
-        let device = HostDevice::new();
-        let stream = device.create_stream("compute").unwrap();
-        let pool = Pool::new(device, 1 << 30);
-        let mut segments = Vec::new();
-        let mut held = Vec::new();
-        let mut end = 0;
-
-        for (u, init) in init.iter().enumerate() {
-            assert!(init.len().is_multiple_of(world), "units are padded");
-            let shard = init.len() / world;
-            let own = rank * shard..(rank + 1) * shard;
-            let held_here = if how == Holding::Whole {
-                0..init.len()
-            } else {
-                own.clone()
-            };
-            let state = end..end + held_here.len();
-            end = state.end;
-            segments.push(match how {
-                Holding::Whole => Segment::whole(format!("unit{u}"), state, own),
-                Holding::Shard => Segment::shard(format!("unit{u}"), state),
-            });
-            held.push(held_here);
-        }
-
-        let kernels = Arc::new(HostKernels::new(1).unwrap());
-        // A run an element: the optimizer joins them.
-        let mut runs = Vec::new();
-        for (u, held) in held.iter().enumerate().filter(|_| !rules.is_empty()) {
-            let run = |elem| GroupRun {
-                elems: 0..0,
-                group: group_of(u, elem),
-            };
-            runs.extend(held.clone().map(run));
-        }
-
-        runs.iter_mut()
-            .enumerate()
-            .for_each(|(i, run)| run.elems = i..i + 1);
-        let groups = ParamGroups {
-            rules: rules.to_vec(),
-            runs,
-            ..ParamGroups::default()
+        let rank = RankOf {
+            config,
+            dtype,
+            init,
+            place: (rank, world),
+            how,
+            rules: &[],
+            group_of: &|_, _| 0,
         };
-
-        let config = config.clone();
-        let mut optim = ShardedOptimizer::builder(&pool, kernels, &stream)
-            .config(config)
-            .param_dtype(dtype)
-            .groups(&groups)
-            .build(segments)
-            .unwrap();
-        let mut params: Vec<Buffer> = init
-            .iter()
-            .zip(&held)
-            .map(|(w, held)| Buffer::new(&w[held.clone()], dtype))
-            .collect();
-        let slices: Vec<_> = params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
-        optim.init_masters(&stream, &slices).unwrap();
-        stream.synchronize(LIMIT).unwrap();
-
-        Self {
-            optim,
-            params,
-            pool,
-            stream,
-            held,
-        }
+        rank.build(HostDevice::new(), |builder| builder).unwrap()
     }
 
-    fn grads(&self, grads: &[Vec<f32>], dtype: DType) -> Vec<Buffer> {
+    pub fn grads(&self, grads: &[Vec<f32>], dtype: DType) -> Vec<Buffer> {
         grads
             .iter()
             .zip(&self.held)
@@ -216,8 +258,14 @@ impl Rank {
             .collect()
     }
 
+    /// The slices of each unit's parameter.
+    pub fn slices(&mut self) -> Vec<[(AnySlice, usize); 1]> {
+        let slice = |param: &mut Buffer| [(param.slice(), 0)];
+        self.params.iter_mut().map(slice).collect()
+    }
+
     /// The gradients, complete from now on.
-    fn reduced(&self, grads: &mut [Buffer]) -> Vec<Reduced<HostDevice>> {
+    pub fn reduced(&self, grads: &mut [Buffer]) -> Vec<Reduced<HostDevice>> {
         // SAFETY: written by the test's thread before; tests keep them until the stream is drained.
         let reduced = |grad: &mut Buffer| unsafe {
             Reduced::new(grad.slice(), self.stream.record().unwrap())
@@ -255,15 +303,22 @@ impl Rank {
     ) -> Result<StepOutcome, OptimError> {
         let mut grads = self.grads(grads, dtype);
         let reduced = self.reduced(&mut grads);
-        let params: Vec<_> = self.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
-        let units: Vec<_> = reduced
-            .iter()
-            .zip(&params)
-            .map(|(grad, param)| UnitSlices { grad, param })
-            .collect();
+        let params = self.slices();
+        let units = unit_slices(&reduced, &params);
         let outcome = self.optim.step(&self.stream, &units, gathered, limit)?;
         self.stream.synchronize(LIMIT).unwrap();
         Ok(outcome)
+    }
+
+    /// A step of the only rank.
+    pub fn step_alone(
+        &mut self,
+        grads: &[Vec<f32>],
+        dtype: DType,
+    ) -> Result<StepOutcome, OptimError> {
+        let stats = [self.stats(grads, dtype, 0.0)?];
+        let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
+        self.step(grads, dtype, gathered)
     }
 
     /// One step by one call, with two micro-batches.
@@ -276,12 +331,8 @@ impl Rank {
     ) -> Result<StepOutcome, OptimError> {
         let mut grads = self.grads(grads, dtype);
         let reduced = self.reduced(&mut grads);
-        let params: Vec<_> = self.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
-        let units: Vec<_> = reduced
-            .iter()
-            .zip(&params)
-            .map(|(grad, param)| UnitSlices { grad, param })
-            .collect();
+        let params = self.slices();
+        let units = unit_slices(&reduced, &params);
         let inputs = StepInputs::new(loss, Divisor::MicroBatches(2));
         let outcome = self
             .optim
@@ -305,7 +356,7 @@ impl Rank {
     }
 
     pub fn write_params(&mut self) {
-        let slices: Vec<_> = self.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
+        let slices = self.slices();
         self.optim.write_params(&self.stream, &slices).unwrap();
         self.stream.synchronize(LIMIT).unwrap();
     }
@@ -314,6 +365,18 @@ impl Rank {
         // SAFETY: used before the optimizer is dropped, on the one host thread of the test.
         unsafe { self.optim.state(kind) }
     }
+}
+
+/// The slices of units with a gradient and a parameter each.
+pub fn unit_slices<'a, D: Device>(
+    grads: &'a [Reduced<D>],
+    params: &'a [[(AnySlice, usize); 1]],
+) -> Vec<UnitSlices<'a, D>> {
+    grads
+        .iter()
+        .zip(params)
+        .map(|(grad, param)| UnitSlices { grad, param })
+        .collect()
 }
 
 /// All ranks of a run.
@@ -343,7 +406,18 @@ impl World {
         rules: &[GroupRules],
         group_of: &dyn Fn(usize, usize) -> usize,
     ) -> Self {
-        let rank = |r| Rank::with_groups(config, dtype, init, (r, world), how, rules, group_of);
+        let rank = |r| {
+            let rank = RankOf {
+                config,
+                dtype,
+                init,
+                place: (r, world),
+                how,
+                rules,
+                group_of,
+            };
+            rank.build(HostDevice::new(), |builder| builder).unwrap()
+        };
         Self {
             ranks: (0..world).map(rank).collect(),
             how,

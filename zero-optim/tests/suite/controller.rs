@@ -2,12 +2,13 @@
 //! progress.
 
 use proptest::prelude::*;
+use serde::de::DeserializeOwned;
+use serde_json::json;
 use zero_kernels::GradStats;
 use zero_kernels::{AdamScalars, StepScalars};
 use zero_optim::{
     Decay, DecayCurve, Divisor, DynamicScaling, LossScaling, LrSchedule, OneCycle, OptimError,
     OptimizerConfig, Progress, RangeTest, RankStats, StepController, StepOutcome, Warmup,
-    WarmupCosine, WarmupDecay,
 };
 
 /// The scalars as Adam reads them.
@@ -15,30 +16,35 @@ fn adam(scalars: StepScalars) -> AdamScalars {
     bytemuck::cast(scalars)
 }
 
+fn stats(sum_sq: f64, nonfinite: u64) -> GradStats {
+    GradStats { sum_sq, nonfinite }
+}
+
 fn good(sum_sq: f64) -> RankStats {
-    RankStats::new(
-        &[GradStats {
-            sum_sq,
-            nonfinite: 0,
-        }],
-        0.0,
-    )
+    RankStats::new(&[stats(sum_sq, 0)], 0.0)
 }
 
 fn bad() -> RankStats {
-    RankStats::new(
-        &[
-            GradStats {
-                sum_sq: 1.0,
-                nonfinite: 0,
-            },
-            GradStats {
-                sum_sq: 0.0,
-                nonfinite: 3,
-            },
-        ],
-        0.0,
-    )
+    RankStats::new(&[stats(1.0, 0), stats(0.0, 3)], 0.0)
+}
+
+/// A step of one micro-batch.
+fn advance(steps: &mut StepController, ranks: &[RankStats]) -> (StepScalars, StepOutcome) {
+    advance_by(steps, ranks, 1)
+}
+
+fn advance_by(
+    steps: &mut StepController,
+    ranks: &[RankStats],
+    micro_batches: usize,
+) -> (StepScalars, StepOutcome) {
+    let divisor = Divisor::MicroBatches(micro_batches);
+    let (scalars, outcome) = steps.advance(ranks, divisor, &names()).unwrap();
+    (scalars[0], outcome)
+}
+
+fn from_json<T: DeserializeOwned>(json: serde_json::Value) -> T {
+    serde_json::from_value(json).unwrap()
 }
 
 fn names() -> Vec<String> {
@@ -51,7 +57,6 @@ fn dynamic(settings: DynamicScaling) -> OptimizerConfig {
 
 #[test]
 fn rank_stats_add_units_in_order() {
-    let stats = |sum_sq, nonfinite| GradStats { sum_sq, nonfinite };
     let combined = RankStats::new(&[stats(0.1, 0), stats(0.2, 2), stats(0.3, 1)], 4.0);
     assert_eq!(
         combined,
@@ -86,13 +91,7 @@ fn clipping_uses_the_mean_gradient() {
     let mut steps = StepController::new(config).unwrap();
     // 2 ranks, 3 micro-batches, scale 8: sums are 48 times the mean. A mean norm of 5 is a sum of
     // squares of 240^2.
-    let (scalars, outcome) = steps
-        .advance(
-            &[good(144.0 * 144.0), good(192.0 * 192.0)],
-            Divisor::MicroBatches(3),
-            &names(),
-        )
-        .unwrap();
+    let (scalars, outcome) = advance_by(&mut steps, &[good(144.0 * 144.0), good(192.0 * 192.0)], 3);
 
     let StepOutcome::Applied {
         grad_norm, clip, ..
@@ -102,15 +101,9 @@ fn clipping_uses_the_mean_gradient() {
     };
 
     assert_eq!((grad_norm, clip), (5.0, 2.0 / (5.0 + 1e-6)));
-    assert_eq!(scalars[0].grad_scale, (clip / 48.0) as f32);
+    assert_eq!(scalars.grad_scale, (clip / 48.0) as f32);
     // A norm equal to the limit is not clipped.
-    let (scalars, outcome) = steps
-        .advance(
-            &[good(96.0 * 96.0), good(0.0)],
-            Divisor::MicroBatches(3),
-            &names(),
-        )
-        .unwrap();
+    let (scalars, outcome) = advance_by(&mut steps, &[good(96.0 * 96.0), good(0.0)], 3);
 
     let StepOutcome::Applied {
         grad_norm, clip, ..
@@ -120,7 +113,7 @@ fn clipping_uses_the_mean_gradient() {
     };
 
     assert_eq!(
-        (grad_norm, clip, scalars[0].grad_scale),
+        (grad_norm, clip, scalars.grad_scale),
         (2.0, 1.0, (1.0 / 48.0) as f32)
     );
 }
@@ -128,13 +121,8 @@ fn clipping_uses_the_mean_gradient() {
 #[test]
 fn no_clipping_by_default() {
     let mut steps = StepController::new(OptimizerConfig::default()).unwrap();
-    let (scalars, outcome) = steps
-        .advance(&[good(1e12)], Divisor::MicroBatches(1), &names())
-        .unwrap();
-    assert_eq!(
-        (scalars[0].grad_scale, outcome.grad_norm()),
-        (1.0, Some(1e6))
-    );
+    let (scalars, outcome) = advance(&mut steps, &[good(1e12)]);
+    assert_eq!((scalars.grad_scale, outcome.grad_norm()), (1.0, Some(1e6)));
 }
 
 /// Regression test for DeepSpeed #2686: the scale grew between backward and step, and the new scale
@@ -145,10 +133,8 @@ fn gradients_are_divided_by_their_scale() {
     let mut steps = StepController::new(growing).unwrap();
     for step in 0..4 {
         let scale = steps.loss_scale();
-        let (scalars, outcome) = steps
-            .advance(&[good(scale * scale)], Divisor::MicroBatches(1), &names())
-            .unwrap();
-        assert_eq!(scalars[0].grad_scale, 1.0 / scale as f32, "step {step}");
+        let (scalars, outcome) = advance(&mut steps, &[good(scale * scale)]);
+        assert_eq!(scalars.grad_scale, 1.0 / scale as f32, "step {step}");
         assert_eq!(
             (outcome.grad_norm(), outcome.loss_scale()),
             (Some(1.0), scale)
@@ -172,11 +158,9 @@ fn non_finite_gradient_skips_the_step() {
         },
     ];
 
-    let (scalars, outcome) = steps
-        .advance(&ranks, Divisor::MicroBatches(1), &names())
-        .unwrap();
+    let (scalars, outcome) = advance(&mut steps, &ranks);
     assert_eq!((outcome.flags().any, outcome.flags().all), (0b111, 0b010));
-    assert_eq!((scalars[0].skip, outcome.grad_norm()), (1, None));
+    assert_eq!((scalars.skip, outcome.grad_norm()), (1, None));
     let StepOutcome::Skipped { overflow, .. } = outcome else {
         panic!("applied")
     };
@@ -196,13 +180,11 @@ fn bias_corrections_count_applied_steps() {
     let mut applied = 0;
     for step in 0..20 {
         let ranks = [if step % 3 == 1 { bad() } else { good(1.0) }];
-        let (scalars, outcome) = steps
-            .advance(&ranks, Divisor::MicroBatches(1), &names())
-            .unwrap();
+        let (scalars, outcome) = advance(&mut steps, &ranks);
         if !outcome.is_skipped() {
             applied += 1;
             assert_eq!(
-                adam(scalars[0]).step_size,
+                adam(scalars).step_size,
                 (1e-3 / (1.0 - 0.9f64.powf(f64::from(applied)))) as f32
             );
         }
@@ -212,9 +194,9 @@ fn bias_corrections_count_applied_steps() {
 
 #[test]
 fn one_cycle_changes_the_betas() {
-    let params = serde_json::json!({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5,
+    let params = json!({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5,
         "cycle_first_step_size": 2, "decay_step_size": 2, "decay_lr_rate": 1.0, "decay_mom_rate": 0.5}});
-    let schedule: LrSchedule = serde_json::from_value(params).unwrap();
+    let schedule: LrSchedule = from_json(params);
     let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} and {b}");
 
     for (position, lr, beta1) in [
@@ -232,21 +214,19 @@ fn one_cycle_changes_the_betas() {
     near(schedule.lr(1.0, 5), 0.1 / 1.5);
     near(schedule.betas(5).unwrap().0, 0.9 * 1.25);
     let mut steps = StepController::new(OptimizerConfig::default().schedule(schedule)).unwrap();
-    let (scalars, _) = steps
-        .advance(&[good(1.0)], Divisor::MicroBatches(1), &names())
-        .unwrap();
+    let (scalars, _) = advance(&mut steps, &[good(1.0)]);
     assert_eq!(
-        (adam(scalars[0]).one_minus_beta1, adam(scalars[0]).beta2),
+        (adam(scalars).one_minus_beta1, adam(scalars).beta2),
         ((1.0 - 0.8f64) as f32, 0.99)
     );
 }
 
 #[test]
 fn one_cycle_climbs_in_stairs() {
-    let params = serde_json::json!({"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4,
+    let params = json!({"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4,
         "cycle_second_step_size": 2, "cycle_first_stair_count": 2, "cycle_second_stair_count": 1,
         "cycle_momentum": false});
-    let cycle: OneCycle = serde_json::from_value(params).unwrap();
+    let cycle: OneCycle = from_json(params);
     let schedule = LrSchedule::OneCycle(cycle);
     let rates: Vec<f64> = (0..8).map(|p| schedule.lr(1.0, p)).collect();
     assert_eq!(rates, [0.0, 0.0, 0.5, 0.5, 1.0, 0.0, 0.0, 0.0]);
@@ -265,17 +245,17 @@ fn linear_warmup_ends_at_the_base_rate() {
 #[test]
 fn schedules_have_deepspeed_names_and_defaults() {
     let parse = |json: serde_json::Value| serde_json::from_value::<LrSchedule>(json);
-    let bare = parse(serde_json::json!({"type": "WarmupLR", "params": {}})).unwrap();
+    let bare = parse(json!({"type": "WarmupLR", "params": {}})).unwrap();
     assert_eq!(bare, LrSchedule::Warmup(Warmup::default()));
     assert_eq!(bare.lr(3e-4, 5000), 3e-4, "up to the base rate");
-    let bare = parse(serde_json::json!({"type": "LRRangeTest", "params": {}})).unwrap();
+    let bare = parse(json!({"type": "LRRangeTest", "params": {}})).unwrap();
     assert_eq!(bare, LrSchedule::RangeTest(RangeTest::default()));
     assert!(
-        parse(serde_json::json!({"type": "WarmupLR", "params": {"warmup_steps": 3}})).is_err(),
+        parse(json!({"type": "WarmupLR", "params": {"warmup_steps": 3}})).is_err(),
         "unknown key"
     );
     assert!(
-        parse(serde_json::json!({"type": "WarmupDecayLR", "params": {}})).is_err(),
+        parse(json!({"type": "WarmupDecayLR", "params": {}})).is_err(),
         "no total_num_steps"
     );
     let again = serde_json::to_value(LrSchedule::RangeTest(RangeTest::default())).unwrap();
@@ -300,44 +280,7 @@ fn settings_outside_their_ranges_are_refused() {
 
     let base = OptimizerConfig::default;
     let with = |schedule| base().schedule(schedule);
-    assert_eq!(refused(base().max_grad_norm(-1.0)), "max_grad_norm");
-    assert_eq!(
-        refused(base().loss_scaling(LossScaling::Static { scale: 0.0 })),
-        "loss_scale"
-    );
     let d = DynamicScaling::default;
-    assert_eq!(refused(dynamic(d().window(0))), "loss_scale_window");
-    assert_eq!(
-        refused(OptimizerConfig::default().sub_group_elems(0)),
-        "sub_group_elems"
-    );
-    assert_eq!(
-        refused(dynamic(d().initial_scale_power(200))),
-        "initial_scale_power"
-    );
-    assert_eq!(refused(dynamic(d().min_scale(1e9))), "min_loss_scale");
-    let zero = Warmup {
-        warmup_num_steps: 0,
-        ..Default::default()
-    };
-
-    assert_eq!(refused(with(LrSchedule::Warmup(zero))), "warmup_num_steps");
-    let decay = |json| serde_json::from_value::<WarmupDecay>(json).unwrap();
-    let json = serde_json::json!({"total_num_steps": 9, "warmup_max_lr": -1.0});
-    assert_eq!(
-        refused(with(LrSchedule::WarmupDecay(decay(json)))),
-        "warmup_max_lr"
-    );
-    let json = serde_json::json!({"total_num_steps": 9, "cos_min_ratio": -1.0});
-    let cosine: WarmupCosine = serde_json::from_value(json).unwrap();
-    assert_eq!(
-        refused(with(LrSchedule::WarmupCosine(cosine))),
-        "cos_min_ratio"
-    );
-    let json = serde_json::json!({"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_min_mom": 1.0});
-    let cycle: OneCycle = serde_json::from_value(json).unwrap();
-    assert_eq!(refused(with(LrSchedule::OneCycle(cycle))), "cycle_min_mom");
-
     let decay = Decay {
         curve: DecayCurve::Linear,
         warmup_steps: 0,
@@ -345,32 +288,45 @@ fn settings_outside_their_ranges_are_refused() {
         total_steps: 9,
         min_lr: 0.0,
     };
-
-    for decay_steps in [0, 10] {
-        let decay = Decay {
+    let decay_of = |decay_steps, min_lr| {
+        with(LrSchedule::Decay(Decay {
             decay_steps,
+            min_lr,
             ..decay.clone()
-        };
-        assert_eq!(refused(with(LrSchedule::Decay(decay))), "decay_steps");
-    }
-
-    assert_eq!(
-        refused(with(LrSchedule::Decay(Decay {
-            min_lr: -1.0,
-            ..decay
-        }))),
-        "min_lr"
-    );
-
-    let zero = RangeTest {
-        lr_range_test_step_size: 0,
-        ..Default::default()
+        }))
+    };
+    let schedule = |kind: &str, params: serde_json::Value| {
+        with(from_json(json!({"type": kind, "params": params})))
     };
 
-    assert_eq!(
-        refused(with(LrSchedule::RangeTest(zero))),
-        "lr_range_test_step_size"
-    );
+    let static_scale = LossScaling::Static { scale: 0.0 };
+    let decaying = json!({"total_num_steps": 9, "warmup_max_lr": -1.0});
+    let cosine = json!({"total_num_steps": 9, "cos_min_ratio": -1.0});
+    let cycle = json!({"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_min_mom": 1.0});
+    for (config, setting) in [
+        (base().max_grad_norm(-1.0), "max_grad_norm"),
+        (base().loss_scaling(static_scale), "loss_scale"),
+        (dynamic(d().window(0)), "loss_scale_window"),
+        (base().sub_group_elems(0), "sub_group_elems"),
+        (dynamic(d().initial_scale_power(200)), "initial_scale_power"),
+        (dynamic(d().min_scale(1e9)), "min_loss_scale"),
+        (
+            schedule("WarmupLR", json!({"warmup_num_steps": 0})),
+            "warmup_num_steps",
+        ),
+        (schedule("WarmupDecayLR", decaying), "warmup_max_lr"),
+        (schedule("WarmupCosineLR", cosine), "cos_min_ratio"),
+        (schedule("OneCycle", cycle), "cycle_min_mom"),
+        (decay_of(0, 0.0), "decay_steps"),
+        (decay_of(10, 0.0), "decay_steps"),
+        (decay_of(5, -1.0), "min_lr"),
+        (
+            schedule("LRRangeTest", json!({"lr_range_test_step_size": 0})),
+            "lr_range_test_step_size",
+        ),
+    ] {
+        assert_eq!(refused(config), setting);
+    }
 }
 
 #[test]
@@ -416,8 +372,8 @@ fn progress_without_hysteresis_is_restored() {
 fn bad_loss_scale_is_not_restored() {
     let mut steps = StepController::new(dynamic(DynamicScaling::default())).unwrap();
     let with = |scale: f64, since: u64| -> Progress {
-        let scaler = serde_json::json!({"scale": scale, "iteration": 9, "since": since, "hysteresis_left": 5});
-        serde_json::from_value(serde_json::json!({
+        let scaler = json!({"scale": scale, "iteration": 9, "since": since, "hysteresis_left": 5});
+        serde_json::from_value(json!({
             "adam_steps": 9, "schedule_position": 9, "skipped_steps": 0, "loss_scaler": scaler
         }))
         .unwrap()
@@ -449,9 +405,7 @@ fn bad_loss_scale_is_not_restored() {
     let mut fixed = StepController::new(fixed).unwrap();
     assert!(fixed.restore(&with(4.0, 3)).is_err());
     fixed.restore(&with(8.0, 3)).unwrap();
-    fixed
-        .advance(&[bad()], Divisor::MicroBatches(1), &names())
-        .unwrap();
+    advance(&mut fixed, &[bad()]);
     assert_eq!(fixed.loss_scale(), 8.0, "a static scale never changes");
 }
 
@@ -480,7 +434,8 @@ proptest! {
 
         for overflow in overflows {
             let before = steps.progress().loss_scaler;
-            let outcome = steps.advance(&[if overflow { bad() } else { good(1.0) }], Divisor::MicroBatches(1), &names()).unwrap().1;
+            let ranks = [if overflow { bad() } else { good(1.0) }];
+            let (_, outcome) = advance(&mut steps, &ranks);
             let after = steps.progress().loss_scaler;
             prop_assert_eq!((outcome.is_skipped(), outcome.loss_scale()), (overflow, before.scale));
             prop_assert!(after.scale >= 1.0 && after.scale.log2().fract() == 0.0);

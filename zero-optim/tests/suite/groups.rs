@@ -1,20 +1,16 @@
 //! Parameter groups against one optimizer a group, and against torch.optim.AdamW.
 
-use std::sync::Arc;
-
 use serde::Deserialize;
+use zero_alloc::Purpose;
 use zero_alloc::device::{DType, Device, Reduced, Stream};
 use zero_alloc::host::HostDevice;
-use zero_alloc::{Pool, Purpose};
 use zero_kernels::AdamHyper;
-use zero_kernels::host::HostKernels;
 use zero_optim::{
-    Divisor, DynamicScaling, GatheredStats, GroupRules, GroupRun, LossScaling, LrSchedule, Masters,
-    Moments, OptimError, OptimizerConfig, ParamGroups, RankStats, Segment, ShardedOptimizer,
-    StateFormat, StateHome,
+    Divisor, DynamicScaling, GatheredStats, GroupRules, LossScaling, LrSchedule, Masters, Moments,
+    OptimError, OptimizerConfig, ParamGroups, RankStats, Segment, StateFormat, StateHome,
 };
 
-use crate::common::{Holding, KINDS, LIMIT, Random, Rank, World};
+use crate::common::{Holding, Host, KINDS, LIMIT, Random, Rank, World, bits};
 
 const UNITS: [usize; 3] = [18, 6, 24];
 const WORLD: usize = 3;
@@ -57,10 +53,6 @@ fn group_of(unit: usize, elem: usize) -> usize {
 
 fn random_units(random: &mut Random) -> Vec<Vec<f32>> {
     UNITS.iter().map(|n| random.values(*n)).collect()
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|x| x.to_bits()).collect()
 }
 
 /// One vote, given to all: the statistics of a whole gradient.
@@ -150,40 +142,22 @@ fn groups_equal_an_optimizer_each() {
 fn readers_of_gradients_are_ordered_around_the_statistics() {
     for seed in 0..100 {
         let device = HostDevice::seeded(seed);
-        let [writer, compute, before, after] = ["writer", "compute", "before", "after"]
-            .map(|name| device.create_stream(name).unwrap());
-        let pool = Pool::new(device.clone(), 1 << 20);
-        let kernels = Arc::new(HostKernels::new(1).unwrap());
+        let host = Host::on(device.clone());
+        let compute = &host.stream;
+        let [writer, before, after] =
+            ["writer", "before", "after"].map(|name| device.create_stream(name).unwrap());
         let block = || {
-            pool.allocate(8, DType::F32, Purpose::Workspace, &writer)
+            host.pool
+                .allocate(8, DType::F32, Purpose::Workspace, &writer)
                 .unwrap()
         };
         let blocks = [block(), block(), block()];
         // SAFETY: the blocks are dropped after all streams are synchronized.
         let [grad, first, second] = blocks.each_ref().map(|block| unsafe { block.slice() });
         let rules = vec![GroupRules::default(), GroupRules::frozen()];
-        let runs = vec![
-            GroupRun {
-                elems: 0..5,
-                group: 0,
-            },
-            GroupRun {
-                elems: 5..8,
-                group: 1,
-            },
-        ];
-        let config = OptimizerConfig::default();
+        let groups = ParamGroups::new(rules, [(0..5, 0), (5..8, 1)]);
         let segments = vec![Segment::shard("unit", 0..8)];
-        let groups = ParamGroups {
-            rules,
-            runs,
-            ..ParamGroups::default()
-        };
-        let mut optim = ShardedOptimizer::builder(&pool, kernels, &compute)
-            .config(config)
-            .groups(&groups)
-            .build(segments)
-            .unwrap();
+        let mut optim = host.builder().groups(&groups).build(segments).unwrap();
         let values = grad.typed::<f32>().unwrap();
         let fill = move || {
             // SAFETY: host memory of the block; streams and events order the accesses, which is
@@ -198,9 +172,9 @@ fn readers_of_gradients_are_ordered_around_the_statistics() {
         // SAFETY: read on the stream, while the gradient lives.
         let read_on = |stream| unsafe { reduced.slice_on(stream) }.unwrap();
         device.copy(&before, read_on(&before), first).unwrap();
-        optim.enqueue_stats(&compute, &[&reduced]).unwrap();
+        optim.enqueue_stats(compute, &[&reduced]).unwrap();
         device.copy(&after, read_on(&after), second).unwrap();
-        for stream in [&writer, &compute, &before, &after] {
+        for stream in [&writer, compute, &before, &after] {
             stream.synchronize(LIMIT).unwrap();
         }
         assert!(
@@ -485,17 +459,12 @@ fn groups_match_pytorch() {
 #[test]
 fn settings_name_formats_and_groups() {
     let differing = |format: Option<StateFormat>, frozen: bool, group: usize| {
-        let device = HostDevice::new();
-        let stream = device.create_stream("compute").unwrap();
-        let pool = Pool::new(device, usize::MAX);
-        let kernels = Arc::new(HostKernels::new(1).unwrap());
+        let host = Host::on(HostDevice::new());
         let other = GroupRules::default().trainable(!frozen);
         let groups = ParamGroups::new(vec![GroupRules::default(), other], [(0..4, 0)])
             .assigned([("u.w".to_owned(), group)]);
 
-        let builder = ShardedOptimizer::builder(&pool, kernels, &stream)
-            .param_dtype(DType::Bf16)
-            .groups(&groups);
+        let builder = host.builder().param_dtype(DType::Bf16).groups(&groups);
         let builder = match format {
             Some(format) => builder.format(format).offload(StateHome::Memory),
             None => builder,

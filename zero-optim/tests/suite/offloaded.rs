@@ -1,34 +1,27 @@
 //! State in pieces, in memory and on NVMe, and masters as remainders: the bits of fp32 state in
 //! plain memory, in any order that the streams allow.
 
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use zero_alloc::Pool;
-use zero_alloc::device::{DType, Device, Reduced, Stream};
-use zero_alloc::host::{HostDevice, HostStream};
+use zero_alloc::device::{DType, Stream};
+use zero_alloc::host::HostDevice;
 use zero_alloc::swap::SwapOptions;
-use zero_kernels::host::{HostKernels, UpdateSlices};
+use zero_kernels::host::UpdateSlices;
 use zero_kernels::{
     AdamHyper, Codec, KernelError, RULE_SCALARS, SettingError, Slot, StepPoint, UpdateForm,
     UpdateRule,
 };
 use zero_optim::{
-    Divisor, GatheredStats, GroupRules, Masters, Moments, OptimError, OptimizerConfig, ParamGroups,
-    Segment, ShardedOptimizer, StateFormat, StateHome, StateKind, StateRange, UnitSlices,
+    Divisor, GatheredStats, GroupRules, Masters, Moments, OptimError, OptimizerConfig, StateFormat,
+    StateHome, StateKind, StateRange, UnitSlices,
 };
 
-use super::common::{Buffer, KINDS, LIMIT, Random};
-
-/// An optimizer of one rank with its parameters.
-struct Run {
-    stream: HostStream,
-    optim: ShardedOptimizer<HostDevice>,
-    params: Vec<Buffer>,
-}
+use super::common::{Buffer, Holding, KINDS, LIMIT, Random, Rank, RankOf, bits, cases};
 
 /// The inputs of a run.
 #[derive(Clone, Debug)]
@@ -67,7 +60,7 @@ fn format(remainder: bool, bf16_moments: bool) -> StateFormat {
 }
 
 impl Inputs {
-    fn run(&self, device: HostDevice, form: Form<'_>) -> Result<Run, OptimError> {
+    fn run(&self, device: HostDevice, form: Form<'_>) -> Result<Rank, OptimError> {
         self.run_with(device, form, Arc::new(AdamHyper::default()))
     }
 
@@ -76,155 +69,105 @@ impl Inputs {
         device: HostDevice,
         form: Form<'_>,
         rule: Arc<dyn UpdateRule>,
-    ) -> Result<Run, OptimError> {
-        let stream = device.create_stream("update")?;
-        let pool = Pool::new(device.clone(), 1 << 30);
+    ) -> Result<Rank, OptimError> {
         let config = OptimizerConfig::default()
             .max_grad_norm(0.5)
             .sub_group_elems(2000);
-        let mut segments = Vec::new();
-        let mut end = 0;
-        let mut random = Random(self.seed);
-
-        for (u, len) in self.lens.iter().enumerate() {
-            segments.push(Segment::shard(format!("unit{u}"), end..end + len));
-            end += len;
-        }
-
-        let rules = vec![
+        let rules = [
             GroupRules::default(),
             GroupRules::default()
                 .weight_decay(Some(0.1))
                 .betas(Some([0.8, 0.95])),
             GroupRules::frozen(),
         ];
-
-        let starts = (0..end).step_by(700).enumerate();
-        let runs =
-            starts.map(|(i, at)| (at..end.min(at + 700), self.groups[i % self.groups.len()]));
-        let groups = ParamGroups::new(rules, runs);
-        let mut params: Vec<Buffer> = self
-            .lens
-            .iter()
-            .map(|&len| Buffer::new(&random.values(len), self.dtype))
-            .collect();
-        let kernels = Arc::new(HostKernels::new(1)?);
-        let builder = ShardedOptimizer::builder(&pool, kernels, &stream)
-            .rule(rule)
-            .config(config)
-            .param_dtype(self.dtype)
-            .format(form.format)
-            .groups(&groups);
-        let builder = match form.home {
-            Some(home) => builder.offload(home.clone()),
-            None => builder,
+        let group_of = |unit: usize, elem: usize| {
+            let at = self.lens[..unit].iter().sum::<usize>() + elem;
+            self.groups[at / 700 % self.groups.len()]
         };
 
-        let mut optim = builder.build(segments)?;
-        let slices: Vec<_> = params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
-        optim.init_masters(&stream, &slices)?;
-        stream.synchronize(LIMIT)?;
-        Ok(Run {
-            stream,
-            optim,
-            params,
+        let rank = RankOf {
+            config: &config,
+            dtype: self.dtype,
+            init: &self.values(self.seed),
+            place: (0, 1),
+            how: Holding::Shard,
+            rules: &rules,
+            group_of: &group_of,
+        };
+        rank.build(device, |builder| {
+            let builder = builder.rule(rule).format(form.format);
+            match form.home {
+                Some(home) => builder.offload(home.clone()),
+                None => builder,
+            }
         })
     }
 
-    /// A step with random gradients, unit by unit.
-    fn step(&self, run: &mut Run, step: u64) {
-        let Run {
-            stream,
-            optim,
-            params,
-        } = run;
+    /// Random values of all units.
+    fn values(&self, seed: u64) -> Vec<Vec<f32>> {
+        let mut random = Random(seed);
+        self.lens.iter().map(|&len| random.values(len)).collect()
+    }
 
-        let mut random = Random(self.seed ^ ((step + 1) << 20));
-        let mut buffers: Vec<Buffer> = self
-            .lens
-            .iter()
-            .map(|&len| Buffer::new(&random.values(len), self.dtype))
-            .collect();
-        let done = stream.record().unwrap();
-        // SAFETY: written by this thread before; kept until the stream is drained.
-        let reduced =
-            |grad: &mut Buffer| unsafe { Reduced::<HostDevice>::new(grad.slice(), done.clone()) };
-        let grads: Vec<_> = buffers.iter_mut().map(reduced).collect();
+    /// A step with random gradients, unit by unit.
+    fn step(&self, rank: &mut Rank, step: u64) {
+        let values = self.values(self.seed ^ ((step + 1) << 20));
+        let mut buffers = rank.grads(&values, self.dtype);
+        let grads = rank.reduced(&mut buffers);
+        let params = rank.slices();
+        let Rank { stream, optim, .. } = rank;
         for (unit, grad) in grads.iter().enumerate().rev() {
             optim.enqueue_unit_stats(stream, unit, grad).unwrap();
         }
         let own = optim.rank_stats(stream, 0.0, LIMIT).unwrap();
 
-        let outcome = optim
-            .decide(
-                stream,
-                GatheredStats::new(&[own], Divisor::MicroBatches(1)),
-                LIMIT,
-            )
-            .unwrap();
+        let own = [own];
+        let gathered = GatheredStats::new(&own, Divisor::MicroBatches(1));
+        let outcome = optim.decide(stream, gathered, LIMIT).unwrap();
 
         assert!(!outcome.is_skipped());
-        for (unit, grad) in grads.iter().enumerate() {
-            let param = [(params[unit].slice(), 0)];
-            optim
-                .enqueue_unit_update(
-                    stream,
-                    unit,
-                    &UnitSlices {
-                        grad,
-                        param: &param,
-                    },
-                )
-                .unwrap();
+        for (unit, (grad, param)) in grads.iter().zip(&params).enumerate() {
+            let slices = UnitSlices { grad, param };
+            optim.enqueue_unit_update(stream, unit, &slices).unwrap();
         }
 
         stream.synchronize(LIMIT).unwrap();
     }
 }
 
-impl Run {
-    /// The bits of a unit's state of one kind, read in parts of 600 elements.
-    fn state(&mut self, kind: StateKind, unit: usize) -> Vec<u32> {
-        let param = [(self.params[unit].slice(), 0)];
-        let mut values = vec![f32::NAN; param[0].0.len()];
-        for (i, part) in values.chunks_mut(600).enumerate() {
-            let range = StateRange {
-                kind,
-                unit,
-                elems: i * 600..i * 600 + part.len(),
-            };
-            self.optim
-                .read_state(&self.stream, &range, &param, part, LIMIT)
-                .unwrap();
-        }
-        values.into_iter().map(f32::to_bits).collect()
-    }
+fn range(kind: StateKind, unit: usize, elems: Range<usize>) -> StateRange {
+    StateRange { kind, unit, elems }
+}
 
-    fn set_state(&mut self, kind: StateKind, unit: usize, values: &[u32]) {
-        let param = [(self.params[unit].slice(), 0)];
-        let values: Vec<f32> = values.iter().copied().map(f32::from_bits).collect();
-        for (i, part) in values.chunks(900).enumerate() {
-            let range = StateRange {
-                kind,
-                unit,
-                elems: i * 900..i * 900 + part.len(),
-            };
-            self.optim
-                .write_state(&self.stream, &range, &param, part, LIMIT)
-                .unwrap();
-        }
-        self.optim
-            .write_unit_params(&self.stream, unit, &param)
-            .unwrap();
-        self.stream.synchronize(LIMIT).unwrap();
+/// The bits of a unit's state of one kind, read in parts of 600 elements.
+fn state(rank: &mut Rank, kind: StateKind, unit: usize) -> Vec<u32> {
+    let param = rank.slices()[unit];
+    let mut values = vec![f32::NAN; param[0].0.len()];
+    for (i, part) in values.chunks_mut(600).enumerate() {
+        let range = range(kind, unit, i * 600..i * 600 + part.len());
+        let read = rank
+            .optim
+            .read_state(&rank.stream, &range, &param, part, LIMIT);
+        read.unwrap();
     }
+    bits(&values)
+}
 
-    fn params(&self) -> Vec<Vec<u32>> {
-        self.params
-            .iter()
-            .map(|p| p.values().into_iter().map(f32::to_bits).collect())
-            .collect()
+fn set_state(rank: &mut Rank, kind: StateKind, unit: usize, values: &[u32]) {
+    let param = rank.slices()[unit];
+    let values: Vec<f32> = values.iter().copied().map(f32::from_bits).collect();
+    let Rank { optim, stream, .. } = rank;
+    for (i, part) in values.chunks(900).enumerate() {
+        let range = range(kind, unit, i * 900..i * 900 + part.len());
+        let written = optim.write_state(stream, &range, &param, part, LIMIT);
+        written.unwrap();
     }
+    optim.write_unit_params(stream, unit, &param).unwrap();
+    stream.synchronize(LIMIT).unwrap();
+}
+
+fn params(rank: &Rank) -> Vec<Vec<u32>> {
+    rank.params.iter().map(|p| bits(&p.values())).collect()
 }
 
 fn nvme(dir: &std::path::Path, buffers: usize) -> StateHome {
@@ -249,19 +192,6 @@ fn inputs() -> impl Strategy<Value = Inputs> {
         groups,
         seed,
     })
-}
-
-/// As many cases as requested, times `ZERO_PROPTEST_FACTOR` if that is set.
-fn cases(n: u32) -> ProptestConfig {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
-        .ok()
-        .and_then(|f| f.parse().ok())
-        .unwrap_or(1);
-    ProptestConfig {
-        cases: n.saturating_mul(factor),
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    }
 }
 
 proptest! {
@@ -295,9 +225,9 @@ proptest! {
         let mut copy = inputs.run(device.clone(), form).unwrap();
         for unit in 0..inputs.lens.len() {
             for kind in KINDS {
-                let state = pieces.state(kind, unit);
-                prop_assert!(state == plain.state(kind, unit), "{kind:?} of unit {unit}");
-                copy.set_state(kind, unit, &state);
+                let saved = state(&mut pieces, kind, unit);
+                prop_assert!(saved == state(&mut plain, kind, unit), "{kind:?} of unit {unit}");
+                set_state(&mut copy, kind, unit, &saved);
             }
         }
 
@@ -310,12 +240,12 @@ proptest! {
 
         for unit in 0..inputs.lens.len() {
             for kind in KINDS {
-                prop_assert!(copy.state(kind, unit) == plain.state(kind, unit), "{kind:?} of unit {unit}, copied");
+                prop_assert!(state(&mut copy, kind, unit) == state(&mut plain, kind, unit), "{kind:?} of unit {unit}, copied");
             }
         }
 
         // Ties of a remainder's parameter are rounded away from zero.
-        prop_assert!(remainder || copy.params() == plain.params());
+        prop_assert!(remainder || params(&copy) == params(&plain));
         prop_assert!(device.violations().is_empty(), "{:?}", device.violations());
     }
 }
@@ -347,8 +277,8 @@ fn bytes_of_a_step() {
         let pieces = [2048, 2048, 2048, 100, 2048, 2048, 904];
         let expected: u64 = pieces.into_iter().map(blocks).sum();
         // Reading the state waits for all writes.
-        let read_all = |run: &mut Run| {
-            (0..4).for_each(|unit| drop(run.state(StateKind::Slot("first_moment"), unit)))
+        let read_all = |run: &mut Rank| {
+            (0..4).for_each(|unit| drop(state(run, StateKind::Slot("first_moment"), unit)))
         };
         read_all(&mut run);
         let file = run.optim.file().unwrap().clone();
@@ -388,8 +318,8 @@ fn bf16_moments_are_not_biased() {
         }
     }
 
-    let sum = |run: &mut Run| {
-        run.state(StateKind::Slot("second_moment"), 0)
+    let sum = |run: &mut Rank| {
+        state(run, StateKind::Slot("second_moment"), 0)
             .into_iter()
             .map(|b| f64::from(f32::from_bits(b)))
             .sum::<f64>()
@@ -399,11 +329,11 @@ fn bf16_moments_are_not_biased() {
     // Rounded to nearest, the second moments of this test are 1.9% off.
     assert!((ratio - 1.0).abs() < 1e-3, "second moments: {ratio}");
     assert!(
-        small.state(StateKind::Slot("first_moment"), 0)
-            == again.state(StateKind::Slot("first_moment"), 0),
+        state(&mut small, StateKind::Slot("first_moment"), 0)
+            == state(&mut again, StateKind::Slot("first_moment"), 0),
         "the bits are repeatable"
     );
-    assert_eq!(small.params(), again.params());
+    assert_eq!(params(&small), params(&again));
 }
 
 #[test]
@@ -470,7 +400,7 @@ fn a_read_decodes_what_it_reads() {
         home: Some(&StateHome::Memory),
     };
     let mut run = inputs.run(device.clone(), form).unwrap();
-    let param = [(run.params[0].slice(), 0)];
+    let param = run.slices()[0];
     let casts = || {
         let spans = device.modelled_spans().into_iter();
         spans.filter(|span| span.label == "cast").count()
@@ -478,11 +408,7 @@ fn a_read_decodes_what_it_reads() {
 
     for (kind, decodes) in KINDS.into_iter().zip([0, 1, 1]) {
         // Within one piece.
-        let range = StateRange {
-            kind,
-            unit: 0,
-            elems: 10..20,
-        };
+        let range = range(kind, 0, 10..20);
         let before = casts();
         let mut out = [0.0; 10];
         run.optim
@@ -520,12 +446,8 @@ fn failed_transfer_is_reported() {
         .unwrap();
 
     let mut out = [0.0; 100];
-    let param = [(run.params[0].slice(), 0)];
-    let range = StateRange {
-        kind: StateKind::Master,
-        unit: 0,
-        elems: 0..100,
-    };
+    let param = run.slices()[0];
+    let range = range(StateKind::Master, 0, 0..100);
 
     let error = run
         .optim
@@ -620,12 +542,8 @@ fn panicked_update_fails_later_ones() {
             run.optim.wait_for_transfers(LIMIT),
             Err(OptimError::StateLost)
         );
-        let param = [(run.params[0].slice(), 0)];
-        let range = StateRange {
-            kind: StateKind::Master,
-            unit: 0,
-            elems: 0..100,
-        };
+        let param = run.slices()[0];
+        let range = range(StateKind::Master, 0, 0..100);
         let read = run
             .optim
             .read_state(&run.stream, &range, &param, &mut [0.0; 100], LIMIT);
@@ -656,9 +574,9 @@ fn resident_remainders_split_the_masters() {
         inputs.step(&mut split, step);
     }
 
-    for (unit, params) in split.params().into_iter().enumerate() {
-        let masters = split.state(StateKind::Master, unit);
-        assert_eq!(masters, plain.state(StateKind::Master, unit));
+    for (unit, params) in params(&split).into_iter().enumerate() {
+        let masters = state(&mut split, StateKind::Master, unit);
+        assert_eq!(masters, state(&mut plain, StateKind::Master, unit));
         let rounded = masters
             .iter()
             .map(|bits| bits.wrapping_add(0x8000) & 0xffff_0000);

@@ -1,20 +1,19 @@
 //! The sharded optimizer compared with the unsharded one and a plain loop; skipping, resuming,
 //! memory.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
 use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, DType, DeviceError, Reduced, Stream};
+use zero_alloc::host::HostDevice;
 use zero_kernels::AdamHyper;
-use zero_kernels::host::HostKernels;
 use zero_optim::{
     Divisor, DynamicScaling, GatheredStats, LossScaling, LrSchedule, OptimError, OptimizerConfig,
-    Segment, ShardedOptimizer, StateKind, StepOutcome, UnitSlices,
+    Segment, StateKind, StepOutcome, UnitSlices,
 };
 
-use crate::common::{Buffer, Holding, KINDS, LIMIT, Random, Rank, World};
+use crate::common::{Buffer, Holding, Host, KINDS, LIMIT, Random, Rank, World, bits, cases};
 
 fn config() -> OptimizerConfig {
     OptimizerConfig::default()
@@ -37,24 +36,8 @@ fn material(sizes: &[usize], steps: usize, seed: u64) -> (Vec<Vec<f32>>, Vec<Vec
     (init, grads)
 }
 
-fn bits(params: &[Vec<f32>]) -> Vec<Vec<u32>> {
-    params
-        .iter()
-        .map(|u| u.iter().map(|x| x.to_bits()).collect())
-        .collect()
-}
-
-/// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
-fn cases(n: u32) -> ProptestConfig {
-    let factor = std::env::var("ZERO_PROPTEST_FACTOR")
-        .ok()
-        .and_then(|f| f.parse().ok())
-        .unwrap_or(1);
-    ProptestConfig {
-        cases: n.saturating_mul(factor),
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    }
+fn all_bits(params: &[Vec<f32>]) -> Vec<Vec<u32>> {
+    params.iter().map(|unit| bits(unit)).collect()
 }
 
 proptest! {
@@ -86,7 +69,7 @@ proptest! {
             let (stats1, outcome1) = shard.step(grads, grad_dtype, 3);
             prop_assert_eq!(stats0, stats1);
             prop_assert_eq!(outcome0, outcome1);
-            prop_assert_eq!(bits(&whole.params()), bits(&shard.params()));
+            prop_assert_eq!(all_bits(&whole.params()), all_bits(&shard.params()));
         }
     }
 }
@@ -233,10 +216,8 @@ fn overflow_at_minimum_scale_changes_nothing() {
     let (init, mut grads) = material(&[4], 1, 5);
     grads[0][0][0] = f32::INFINITY;
     let mut rank = Rank::new(&config, DType::F16, &init, 0, 1, Holding::Shard);
-    let stats = [rank.stats(&grads[0], DType::F16, 0.0).unwrap()];
     let before = rank.optim.progress();
-    let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
-    let error = rank.step(&grads[0], DType::F16, gathered).unwrap_err();
+    let error = rank.step_alone(&grads[0], DType::F16).unwrap_err();
 
     assert_eq!(
         error,
@@ -281,13 +262,13 @@ fn resumed_run_is_bit_identical() {
         new.write_params();
     }
 
-    assert_eq!(bits(&resumed.params()), bits(&straight.params()));
+    assert_eq!(all_bits(&resumed.params()), all_bits(&straight.params()));
     for g in &grads[4..] {
         assert_eq!(
             straight.step(g, DType::Bf16, 1),
             resumed.step(g, DType::Bf16, 1)
         );
-        assert_eq!(bits(&resumed.params()), bits(&straight.params()));
+        assert_eq!(all_bits(&resumed.params()), all_bits(&straight.params()));
     }
 }
 
@@ -324,13 +305,10 @@ fn scattered_params_have_the_same_bits() {
 
     for dtype in [DType::F32, DType::Bf16] {
         let mut flat = Rank::new(&config(), dtype, &init, 0, 1, Holding::Shard);
-        let kernels = Arc::new(HostKernels::new(1).unwrap());
+        let host = Host::on(flat.pool.device().clone());
         let segments = vec![Segment::shard("unit0", 0..8).with_padding(2)];
-        let mut optim = ShardedOptimizer::builder(&flat.pool, kernels, &flat.stream)
-            .config(config())
-            .param_dtype(dtype)
-            .build(segments)
-            .unwrap();
+        let builder = host.builder().config(config()).param_dtype(dtype);
+        let mut optim = builder.build(segments).unwrap();
         let mut params = [0..3, 4..7].map(|range| Buffer::new(&init[0][range], dtype));
         let [first, second] = &mut params;
         let pieces = [(first.slice(), 0), (second.slice(), 4)];
@@ -355,28 +333,16 @@ fn scattered_params_have_the_same_bits() {
                     LIMIT,
                 )
             };
-            let unit = "unit0".to_owned();
-            let what = "params";
-            let short = OptimError::SliceLen {
-                unit: unit.clone(),
-                what,
-                expected: 6,
-                got: 3,
-            };
+            let mut refused = |param: &[(AnySlice, usize)]| step(param).unwrap_err().to_string();
             assert_eq!(
-                step(&pieces[..1]),
-                Err(short),
+                refused(&pieces[..1]),
+                "unit unit0, params: expected 6 elements, got 3",
                 "a forgotten parameter is not padding"
             );
-            let overlap = OptimError::Piece {
-                unit,
-                what,
-                start: 0,
-                end: 3,
-                free: 7,
-                len: 8,
-            };
-            assert_eq!(step(&[pieces[1], pieces[0]]), Err(overlap));
+            assert_eq!(
+                refused(&[pieces[1], pieces[0]]),
+                "unit unit0, params: a slice covers elements 0..3; it must be within 7..8"
+            );
             assert_eq!(step(&pieces), Ok(outcome));
             flat.stream.synchronize(LIMIT).unwrap();
         }
@@ -393,69 +359,28 @@ fn bad_slices_change_nothing() {
     let stats = [rank.stats(&grads[0], DType::Bf16, 0.0).unwrap()];
     let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
 
-    let short = rank
-        .step(&grads[0][..1], DType::Bf16, gathered)
-        .unwrap_err();
-    assert_eq!(
-        short,
-        OptimError::SliceCount {
-            what: "grads",
-            expected: 2,
-            got: 1
-        }
-    );
-
-    rank.params[1] = Buffer::new(&[0.0; 2], DType::Bf16);
-    let short = rank.step(&grads[0], DType::Bf16, gathered).unwrap_err();
-    assert_eq!(
-        short,
-        OptimError::SliceLen {
-            unit: "unit1".into(),
-            what: "params",
-            expected: 3,
-            got: 2
-        }
-    );
-
-    rank.params[1] = Buffer::new(&[0.0; 3], DType::F32);
-    let wide = rank.step(&grads[0], DType::Bf16, gathered).unwrap_err();
-    let expected = DType::Bf16;
-    let got = DType::F32;
-    assert_eq!(
-        wide,
-        OptimError::SliceDType {
-            unit: "unit1".into(),
-            what: "params",
-            expected,
-            got
-        }
-    );
+    let refused = |rank: &mut Rank, grads: &[Vec<f32>], gathered, expected: &str| {
+        let error = rank.step(grads, DType::Bf16, gathered).unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    };
+    let slices = "grads: expected 2 slices, one per unit, got 1";
+    refused(&mut rank, &grads[0][..1], gathered, slices);
+    for (len, dtype, expected) in [
+        (2, DType::Bf16, "expected 3 elements, got 2"),
+        (3, DType::F32, "expected bf16, got fp32"),
+    ] {
+        rank.params[1] = Buffer::new(&vec![0.0; len], dtype);
+        let expected = format!("unit unit1, params: {expected}");
+        refused(&mut rank, &grads[0], gathered, &expected);
+    }
 
     rank.params[1] = Buffer::new(&[0.0; 3], DType::Bf16);
-    let none = rank
-        .step(
-            &grads[0],
-            DType::Bf16,
-            GatheredStats::new(&[], gathered.divisor),
-        )
-        .unwrap_err();
-
-    assert_eq!(none, OptimError::NoStats);
-    let none = rank
-        .step(
-            &grads[0],
-            DType::Bf16,
-            GatheredStats::new(gathered.ranks, Divisor::MicroBatches(0)),
-        )
-        .unwrap_err();
-
-    assert!(matches!(
-        none,
-        OptimError::Setting {
-            setting: "micro_batches",
-            ..
-        }
-    ));
+    let none = GatheredStats::new(&[], gathered.divisor);
+    let of_none = "no rank statistics: a step needs those of all ranks";
+    refused(&mut rank, &grads[0], none, of_none);
+    let no_batches = GatheredStats::new(gathered.ranks, Divisor::MicroBatches(0));
+    let at_least_1 = "micro_batches is 0; it must be at least 1, at most 2^32 - 1";
+    refused(&mut rank, &grads[0], no_batches, at_least_1);
 
     assert_eq!(rank.optim.progress(), before);
     assert!(
@@ -471,13 +396,11 @@ fn timed_out_step_can_be_retried() {
     let (init, grads) = material(&[4, 6], 1, 1);
     let mut ranks = [0, 1].map(|_| Rank::new(&config(), DType::F32, &init, 0, 2, Holding::Shard));
     let params = ranks.each_mut().map(|rank| {
-        let stats = [rank.stats(&grads[0], DType::F32, 0.0).unwrap()];
-        let gathered = GatheredStats::new(&stats, Divisor::MicroBatches(1));
-        rank.step(&grads[0], DType::F32, gathered).unwrap();
+        rank.step_alone(&grads[0], DType::F32).unwrap();
         rank.params.iter().map(Buffer::values).collect::<Vec<_>>()
     });
 
-    assert_eq!(bits(&params[0]), bits(&params[1]));
+    assert_eq!(all_bits(&params[0]), all_bits(&params[1]));
 
     let [late, _] = &mut ranks;
     let stats = [late.stats(&grads[0], DType::F32, 0.0).unwrap()];
@@ -504,7 +427,7 @@ fn timed_out_step_can_be_retried() {
     }
     let [late, other] = ranks.each_ref().map(|rank| {
         let params: Vec<_> = rank.params.iter().map(Buffer::values).collect();
-        (bits(&params), rank.optim.progress())
+        (all_bits(&params), rank.optim.progress())
     });
 
     assert_eq!(late, other);
@@ -512,71 +435,52 @@ fn timed_out_step_can_be_retried() {
 
 #[test]
 fn bad_settings_are_refused() {
-    use std::sync::Arc;
-    use zero_alloc::device::Device;
-    use zero_alloc::host::HostDevice;
-    use zero_optim::{Segment, ShardedOptimizer};
-
-    let device = HostDevice::new();
-    let stream = device.create_stream("compute").unwrap();
-    let pool = zero_alloc::Pool::new(device, 1 << 20);
-    let kernels = Arc::new(zero_kernels::host::HostKernels::new(1).unwrap());
-    let make = |config: OptimizerConfig, dtype, segments: Vec<Segment>| {
-        ShardedOptimizer::builder(&pool, kernels.clone(), &stream)
-            .config(config)
-            .param_dtype(dtype)
-            .build(segments)
-            .map(drop)
-            .unwrap_err()
-    };
-
+    let host = Host::on(HostDevice::new());
     let good = || vec![Segment::shard("a", 0..4)];
-    assert_eq!(
-        make(config(), DType::U8, good()),
-        OptimError::ParamDType { dtype: DType::U8 }
-    );
     let gap = vec![Segment::shard("a", 0..4), Segment::shard("b", 5..6)];
-
-    assert_eq!(
-        make(config(), DType::F32, gap),
-        OptimError::Segments {
-            unit: "b".into(),
-            expected: 4,
-            got: 5
-        }
-    );
-
     let outside = vec![Segment::whole("a", 0..4, 2..5)];
-    let error = OptimError::OwnShard {
-        unit: "a".into(),
-        start: 2,
-        end: 5,
-        len: 4,
-    };
-
-    assert_eq!(make(config(), DType::F32, outside), error);
     let uncounted = vec![Segment::whole("a", 0..4, 1..3).with_counted(2..4)];
-    let error = make(config(), DType::F32, uncounted);
-    assert_eq!(
-        error.to_string(),
-        "unit a: the counted elements 2..4 are outside the own shard 1..3"
-    );
-    let hyper = AdamHyper {
-        beta2: 1.0,
-        ..config().hyper
-    };
-
-    let error = make(config().hyper(hyper), DType::F32, good());
-    assert_eq!(
-        error.to_string(),
-        "beta2 is 1; it must be at least 0, below 1"
-    );
-    let error = make(config().lr(f64::NAN), DType::F32, good());
-    assert!(matches!(error, OptimError::Setting { setting: "lr", .. }));
-    stream_is_fine(&stream);
-}
-
-fn stream_is_fine(stream: &zero_alloc::host::HostStream) {
-    use zero_alloc::device::Stream;
-    stream.synchronize(LIMIT).unwrap();
+    for (config, dtype, segments, expected) in [
+        (
+            config(),
+            DType::U8,
+            good(),
+            "parameters of u8 cannot be trained; use fp32, bf16 or fp16",
+        ),
+        (
+            config(),
+            DType::F32,
+            gap,
+            "unit b: its state starts at element 5, expected 4: segments follow one another without gaps",
+        ),
+        (
+            config(),
+            DType::F32,
+            outside,
+            "unit a: its own shard 2..5 is outside its 4 elements",
+        ),
+        (
+            config(),
+            DType::F32,
+            uncounted,
+            "unit a: the counted elements 2..4 are outside the own shard 1..3",
+        ),
+        (
+            config().betas([0.9, 1.0]),
+            DType::F32,
+            good(),
+            "beta2 is 1; it must be at least 0, below 1",
+        ),
+        (
+            config().lr(f64::NAN),
+            DType::F32,
+            good(),
+            "lr is NaN; it must be a finite number, 0 or above",
+        ),
+    ] {
+        let builder = host.builder().config(config).param_dtype(dtype);
+        let error = builder.build(segments).unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    }
+    host.stream.synchronize(LIMIT).unwrap();
 }

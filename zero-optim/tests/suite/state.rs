@@ -1,9 +1,10 @@
 //! Host access to ranges of the state.
 
 use zero_alloc::device::DType;
-use zero_optim::{GroupRules, OptimError, OptimizerConfig, StateKind, StateRange};
+use zero_alloc::host::HostDevice;
+use zero_optim::{GroupRules, OptimizerConfig, StateKind, StateRange};
 
-use crate::common::{Holding, KINDS, LIMIT, Random, Rank};
+use crate::common::{Holding, KINDS, LIMIT, Random, Rank, RankOf};
 
 fn range(kind: StateKind, unit: usize, elems: std::ops::Range<usize>) -> StateRange {
     StateRange { kind, unit, elems }
@@ -15,15 +16,16 @@ fn rank(dtype: DType) -> Rank {
     let init = [random.values(8), random.values(4)];
     let group = |unit, elem| usize::from(unit == 1 || (2..5).contains(&elem));
     let rules = [GroupRules::default(), GroupRules::frozen()];
-    Rank::with_groups(
-        &OptimizerConfig::default(),
+    let rank = RankOf {
+        config: &OptimizerConfig::default(),
         dtype,
-        &init,
-        (0, 1),
-        Holding::Shard,
-        &rules,
-        &group,
-    )
+        init: &init,
+        place: (0, 1),
+        how: Holding::Shard,
+        rules: &rules,
+        group_of: &group,
+    };
+    rank.build(HostDevice::new(), |builder| builder).unwrap()
 }
 
 #[test]
@@ -36,7 +38,7 @@ fn ranges_round_trip() {
 
     for &dtype in dtypes {
         let mut rank = rank(dtype);
-        let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
+        let params = rank.slices();
         for kind in KINDS {
             for (unit, len) in [(0, 8), (1, 4)] {
                 // Exact in fp16 and bf16.
@@ -81,7 +83,7 @@ fn ranges_round_trip() {
 #[test]
 fn written_weights_are_rounded() {
     let mut rank = rank(DType::Bf16);
-    let params: Vec<_> = rank.params.iter_mut().map(|p| [(p.slice(), 0)]).collect();
+    let params = rank.slices();
     let all = range(StateKind::Master, 0, 0..8);
     let x = 1.0 + f32::EPSILON;
     rank.optim
@@ -126,61 +128,35 @@ fn wrong_ranges_are_rejected() {
     let mut rank = rank(DType::F32);
     let param = [(rank.params[0].slice(), 0)];
     let mut out = [0.0; 8];
-    let mut read = |range: StateRange, param: &[_], len: usize| {
-        rank.optim
-            .read_state(&rank.stream, &range, param, &mut out[..len], LIMIT)
-            .unwrap_err()
+    let mut refused = |range: StateRange, param: &[_], len: usize, expected: &str| {
+        let out = &mut out[..len];
+        let read = rank
+            .optim
+            .read_state(&rank.stream, &range, param, out, LIMIT);
+        assert_eq!(read.unwrap_err().to_string(), expected);
     };
 
     let kind = StateKind::Slot("first_moment");
-    assert_eq!(
-        read(range(kind, 2, 0..1), &param, 1),
-        OptimError::NoUnit { unit: 2, units: 2 }
+    let of = |elems| range(kind, 0, elems);
+    refused(
+        range(kind, 2, 0..1),
+        &param,
+        1,
+        "there is no unit 2: the optimizer has 2 units, numbered from 0",
     );
-    let past = read(range(kind, 0, 7..9), &param, 2);
-    assert_eq!(
-        past.to_string(),
-        "unit unit0, first_moment: there are no elements 7..9 in a segment of 8"
-    );
+    let past = "unit unit0, first_moment: there are no elements 7..9 in a segment of 8";
+    refused(of(7..9), &param, 2, past);
     #[allow(clippy::reversed_empty_ranges)]
-    let reversed = read(range(kind, 0, 3..2), &param, 0);
-    assert!(
-        matches!(reversed, OptimError::StateRange { .. }),
-        "{reversed}"
-    );
-    let length = read(range(kind, 0, 0..3), &param, 2);
+    let reversed = of(3..2);
+    let no_elements = "unit unit0, first_moment: there are no elements 3..2 in a segment of 8";
+    refused(reversed, &param, 0, no_elements);
+    let length = "unit unit0, first_moment: expected 3 elements, got 2";
+    refused(of(0..3), &param, 2, length);
 
-    assert!(
-        matches!(
-            length,
-            OptimError::SliceLen {
-                expected: 3,
-                got: 2,
-                ..
-            }
-        ),
-        "{length}"
-    );
-
-    let short = read(range(kind, 0, 0..3), &[(param[0].0.slice(0..7), 0)], 3);
-    assert!(
-        matches!(
-            short,
-            OptimError::SliceLen {
-                what: "params",
-                expected: 8,
-                got: 7,
-                ..
-            }
-        ),
-        "{short}"
-    );
-
-    let dtype = DType::Bf16;
+    let short = [(param[0].0.slice(0..7), 0)];
+    let missing = "unit unit0, params: expected 8 elements, got 7";
+    refused(of(0..3), &short, 3, missing);
     let mut other = crate::common::Buffer::new(&[0.0; 8], DType::Bf16);
-    let dtypes = read(range(kind, 0, 0..3), &[(other.slice(), 0)], 3);
-    assert!(
-        matches!(dtypes, OptimError::SliceDType { got, .. } if got == dtype),
-        "{dtypes}"
-    );
+    let dtypes = "unit unit0, params: expected fp32, got bf16";
+    refused(of(0..3), &[(other.slice(), 0)], 3, dtypes);
 }

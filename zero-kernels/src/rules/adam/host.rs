@@ -164,43 +164,12 @@ pub(super) fn element<const DECOUPLED: bool>(
     (w - (c.step_size * m) / denominator, m, v)
 }
 
+/// Updates all elements, and writes the new weights to `param_out` if `NARROW`.
 #[multiversion(targets(
     "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
     "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
 ))]
-fn update<W: Float, M: Float, G: Float, const DECOUPLED: bool>(
-    weights: &mut [W],
-    first_moment: &mut [M],
-    second_moment: &mut [M],
-    grad: &[G],
-    c: Coefficients,
-) {
-    let n = weights.len();
-    let (first_moment, second_moment, grad) =
-        (&mut first_moment[..n], &mut second_moment[..n], &grad[..n]);
-    for block in blocks(n) {
-        prefetch(weights, &block);
-        prefetch(first_moment, &block);
-        prefetch(second_moment, &block);
-        prefetch(grad, &block);
-        for i in block {
-            let w = weights[i].to_f32();
-            let m = first_moment[i].to_f32();
-            let v = second_moment[i].to_f32();
-            let g = grad[i].to_f32();
-            let (w, m, v) = element::<DECOUPLED>(&c, w, m, v, g);
-            weights[i] = W::from_f32(w);
-            first_moment[i] = M::from_f32(m);
-            second_moment[i] = M::from_f32(v);
-        }
-    }
-}
-
-#[multiversion(targets(
-    "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
-    "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
-))]
-fn update_and_narrow<W: Float, M: Float, G: Float, P: Float, const DECOUPLED: bool>(
+fn update<W: Float, M: Float, G: Float, P: Float, const NARROW: bool, const DECOUPLED: bool>(
     weights: &mut [W],
     first_moment: &mut [M],
     second_moment: &mut [M],
@@ -212,7 +181,7 @@ fn update_and_narrow<W: Float, M: Float, G: Float, P: Float, const DECOUPLED: bo
     let first_moment = &mut first_moment[..n];
     let second_moment = &mut second_moment[..n];
     let grad = &grad[..n];
-    let param_out = &mut param_out[..n];
+    let param_out = &mut param_out[..if NARROW { n } else { 0 }];
 
     for block in blocks(n) {
         prefetch(weights, &block);
@@ -228,7 +197,9 @@ fn update_and_narrow<W: Float, M: Float, G: Float, P: Float, const DECOUPLED: bo
             weights[i] = W::from_f32(w);
             first_moment[i] = M::from_f32(m);
             second_moment[i] = M::from_f32(v);
-            param_out[i] = P::from_f32(w);
+            if NARROW {
+                param_out[i] = P::from_f32(w);
+            }
         }
     }
 }
@@ -301,40 +272,29 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
     let c = Coefficients::new(scalars, hyper);
 
     let AdamSlices {
-        weights,
-        first_moment,
-        second_moment,
-        grad,
+        weights: w,
+        first_moment: m,
+        second_moment: v,
+        grad: g,
         param_out,
     } = slices;
 
     if let (None, Some(w), Some(m), Some(v), Some(g)) = (
         &param_out,
-        as_bf16_mut(weights),
-        as_bf16_mut(first_moment),
-        as_bf16_mut(second_moment),
-        as_bf16(grad),
+        as_bf16_mut(w),
+        as_bf16_mut(m),
+        as_bf16_mut(v),
+        as_bf16(g),
     ) {
         adam_bf16(w, m, v, g, hyper.decoupled, c);
         return Ok(());
     }
 
     match (param_out, hyper.decoupled) {
-        (None, true) => update::<W, M, G, true>(weights, first_moment, second_moment, grad, c),
-        (None, false) => update::<W, M, G, false>(weights, first_moment, second_moment, grad, c),
-        (Some(p), true) => {
-            update_and_narrow::<W, M, G, P, true>(weights, first_moment, second_moment, grad, p, c);
-        }
-        (Some(p), false) => {
-            update_and_narrow::<W, M, G, P, false>(
-                weights,
-                first_moment,
-                second_moment,
-                grad,
-                p,
-                c,
-            );
-        }
+        (None, true) => update::<W, M, G, P, false, true>(w, m, v, g, &mut [], c),
+        (None, false) => update::<W, M, G, P, false, false>(w, m, v, g, &mut [], c),
+        (Some(p), true) => update::<W, M, G, P, true, true>(w, m, v, g, p, c),
+        (Some(p), false) => update::<W, M, G, P, true, false>(w, m, v, g, p, c),
     }
 
     Ok(())
@@ -392,10 +352,10 @@ fn adam_bf16(
     let ((v, v_tail), (g, g_tail)) = (v.as_chunks_mut::<2>(), g.as_chunks::<2>());
     if decoupled {
         update_bf16_pairs::<true>(w, m, v, g, c);
-        update::<bf16, bf16, bf16, true>(w_tail, m_tail, v_tail, g_tail, c);
+        update::<bf16, bf16, bf16, bf16, false, true>(w_tail, m_tail, v_tail, g_tail, &mut [], c);
     } else {
         update_bf16_pairs::<false>(w, m, v, g, c);
-        update::<bf16, bf16, bf16, false>(w_tail, m_tail, v_tail, g_tail, c);
+        update::<bf16, bf16, bf16, bf16, false, false>(w_tail, m_tail, v_tail, g_tail, &mut [], c);
     }
 }
 
