@@ -1,6 +1,7 @@
 //! What the tests of several crates share: the PyTorch results in tests/data, norms to compare
 //! with them, and temporary folders.
 
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 
 use safetensors::SafeTensors;
@@ -107,6 +108,87 @@ pub fn temporary_folder() -> TempDir {
     in_memory
         .flatten()
         .unwrap_or_else(|| tempfile::tempdir().unwrap())
+}
+
+/// A temporary folder.
+pub struct Folder(TempDir);
+
+impl Folder {
+    /// On a disk.
+    pub fn on_disk() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    /// As [`temporary_folder`].
+    pub fn in_memory() -> Self {
+        Self(temporary_folder())
+    }
+}
+
+impl Deref for Folder {
+    type Target = Path;
+
+    fn deref(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl AsRef<Path> for Folder {
+    fn as_ref(&self) -> &Path {
+        self
+    }
+}
+
+/// The files of a folder, by their names.
+pub trait Files {
+    /// Writes a file and the folders above it; returns its path.
+    fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf;
+
+    /// The bytes of a file.
+    fn bytes(&self, name: &str) -> Vec<u8>;
+
+    /// The text of a file.
+    fn text(&self, name: &str) -> String {
+        String::from_utf8(self.bytes(name)).unwrap()
+    }
+}
+
+impl Files for Path {
+    fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, content).unwrap();
+        path
+    }
+
+    fn bytes(&self, name: &str) -> Vec<u8> {
+        std::fs::read(self.join(name)).unwrap()
+    }
+}
+
+/// What a program printed.
+pub trait Printed {
+    /// Asserts that it has all `parts`.
+    fn shows(&self, parts: &[&str]);
+
+    /// Asserts that it has none of `parts`.
+    fn omits(&self, parts: &[&str]);
+}
+
+impl Printed for str {
+    #[track_caller]
+    fn shows(&self, parts: &[&str]) {
+        for part in parts {
+            assert!(self.contains(part), "{part:?} is not in: {self}");
+        }
+    }
+
+    #[track_caller]
+    fn omits(&self, parts: &[&str]) {
+        for part in parts {
+            assert!(!self.contains(part), "{part:?} is in: {self}");
+        }
+    }
 }
 
 /// ‖a - b‖ / ‖b‖ in fp64.

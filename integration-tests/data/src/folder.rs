@@ -368,6 +368,8 @@ fn bytes_below(folder: &Path) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::{Files, Folder, Printed};
+
     use super::super::text_file::MAX_DEFAULT_FILE_BYTES;
     use super::*;
 
@@ -387,36 +389,30 @@ mod tests {
 
     #[test]
     fn default_folder_is_filtered() {
-        let dir = tempfile::tempdir().unwrap();
-        let write = |path: &str, bytes: &[u8]| {
-            let path = dir.path().join(path);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, bytes).unwrap();
-        };
-
-        write("b.txt", b"second\n");
-        write("a.md", b"first");
-        write("sub/c.rs", b"third\n");
-        write("blank.txt", b" \n\n");
-        write(".hidden", b"no");
-        write(".git/config", b"no");
-        write("target/out.txt", b"no");
-        write("sub/target/out.txt", b"no");
-        write("cache/CACHEDIR.TAG", b"no");
-        write("cache/x.txt", b"no");
-        write(".gitignore", b"ignored.txt\n/deep/\n");
-        write("ignored.txt", b"no");
-        write("deep/x.txt", b"no");
-        write("binary", b"no\0");
-        write("latin1.txt", b"caf\xe9");
-        write(
+        let dir = &Folder::on_disk();
+        dir.write("b.txt", b"second\n");
+        dir.write("a.md", b"first");
+        dir.write("sub/c.rs", b"third\n");
+        dir.write("blank.txt", b" \n\n");
+        dir.write(".hidden", b"no");
+        dir.write(".git/config", b"no");
+        dir.write("target/out.txt", b"no");
+        dir.write("sub/target/out.txt", b"no");
+        dir.write("cache/CACHEDIR.TAG", b"no");
+        dir.write("cache/x.txt", b"no");
+        dir.write(".gitignore", b"ignored.txt\n/deep/\n");
+        dir.write("ignored.txt", b"no");
+        dir.write("deep/x.txt", b"no");
+        dir.write("binary", b"no\0");
+        dir.write("latin1.txt", b"caf\xe9");
+        dir.write(
             "large.txt",
             &vec![b'x'; MAX_DEFAULT_FILE_BYTES as usize + 1],
         );
-        write("limit.txt", &vec![b'y'; MAX_DEFAULT_FILE_BYTES as usize]);
-        std::os::unix::fs::symlink(dir.path().join("a.md"), dir.path().join("link.md")).unwrap();
+        dir.write("limit.txt", &vec![b'y'; MAX_DEFAULT_FILE_BYTES as usize]);
+        std::os::unix::fs::symlink(dir.join("a.md"), dir.join("link.md")).unwrap();
 
-        let documents = read(dir.path(), DEFAULT).unwrap();
+        let documents = read(dir, DEFAULT).unwrap();
         let starts: Vec<&str> = documents.texts.iter().map(|(_, text)| &text[..6]).collect();
         assert_eq!(starts, ["first\n", "second", "yyyyyy", "third\n"]);
         assert_eq!(documents.left_out(), 3, "binary, latin1.txt, large.txt");
@@ -424,32 +420,26 @@ mod tests {
 
     #[test]
     fn named_folder_is_whole() {
-        let dir = tempfile::tempdir().unwrap();
-        let write = |path: &str, bytes: &[u8]| {
-            let path = dir.path().join(path);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, bytes).unwrap();
-        };
-
+        let dir = &Folder::on_disk();
         let large = vec![b'x'; MAX_DEFAULT_FILE_BYTES as usize + 1];
-        write("large.txt", &large);
-        write(".gitignore", b"ignored.txt\n");
-        write("ignored.txt", b"ignored");
-        write(".hidden", b"hidden");
-        write("target/a.txt", b"built");
-        write("cache/CACHEDIR.TAG", b"tag");
-        write("blank.txt", b" \n");
-        write("binary", &[7, 0, 7, 7]);
-        write("latin1.txt", b"caf\xe9");
-        write(".git/HEAD", b"ref: x");
-        write("checkpoint/manifest.json", b"{\"format\": \"zero-ckpt\"}");
-        write("latest", b"step-00000003 0123456789abcdef\n");
-        write("run/.lock", b"process 7\n");
-        write("run/.staging/step-00000003.save", b"{}");
-        std::os::unix::fs::symlink("large.txt", dir.path().join("link")).unwrap();
-        std::os::unix::fs::symlink("target", dir.path().join("folder link")).unwrap();
+        dir.write("large.txt", &large);
+        dir.write(".gitignore", b"ignored.txt\n");
+        dir.write("ignored.txt", b"ignored");
+        dir.write(".hidden", b"hidden");
+        dir.write("target/a.txt", b"built");
+        dir.write("cache/CACHEDIR.TAG", b"tag");
+        dir.write("blank.txt", b" \n");
+        dir.write("binary", &[7, 0, 7, 7]);
+        dir.write("latin1.txt", b"caf\xe9");
+        dir.write(".git/HEAD", b"ref: x");
+        dir.write("checkpoint/manifest.json", b"{\"format\": \"zero-ckpt\"}");
+        dir.write("latest", b"step-00000003 0123456789abcdef\n");
+        dir.write("run/.lock", b"process 7\n");
+        dir.write("run/.staging/step-00000003.save", b"{}");
+        std::os::unix::fs::symlink("large.txt", dir.join("link")).unwrap();
+        std::os::unix::fs::symlink("target", dir.join("folder link")).unwrap();
 
-        let (texts, notices) = read_below(dir.path(), Scope::Whole);
+        let (texts, notices) = read_below(dir, Scope::Whole);
         let names: Vec<&str> = texts.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(
             names,
@@ -482,12 +472,12 @@ mod tests {
 
     #[test]
     fn largest_left_out_files_are_named() {
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("a.txt"), "text").unwrap();
+        let dir = &Folder::on_disk();
+        dir.write("a.txt", "text");
         for bytes in 1..=12 {
-            fs::write(dir.path().join(format!("{bytes}")), vec![0; bytes]).unwrap();
+            dir.write(&format!("{bytes}"), vec![0; bytes]);
         }
-        let (_, notices) = read_below(dir.path(), Scope::Whole);
+        let (_, notices) = read_below(dir, Scope::Whole);
         assert_eq!(notices.len(), NAMED_FILES + 1);
         assert_eq!(notices[0], "left out of the data: 12, 12 bytes (binary)");
         assert_eq!(
@@ -511,11 +501,10 @@ mod tests {
         ];
 
         let folder = |names: &mut dyn Iterator<Item = &&str>| {
-            let dir = tempfile::tempdir().unwrap();
-            fs::create_dir(dir.path().join("a")).unwrap();
+            let dir = Folder::on_disk();
             for name in names {
                 let text = if *name == "binary" { "\0" } else { *name };
-                fs::write(dir.path().join(name), text).unwrap();
+                dir.write(name, text);
             }
             dir
         };
@@ -523,8 +512,8 @@ mod tests {
         let one = folder(&mut names.iter());
         let other = folder(&mut names.iter().rev());
         for scope in [DEFAULT, Scope::Whole] {
-            let read = read_below(one.path(), scope);
-            assert_eq!(read, read_below(other.path(), scope));
+            let read = read_below(&one, scope);
+            assert_eq!(read, read_below(&other, scope));
             let order: Vec<&str> = read.0.iter().map(|(name, _)| name.as_str()).collect();
             assert_eq!(
                 order,
@@ -535,62 +524,54 @@ mod tests {
 
     #[test]
     fn unreadable_entry_is_an_error() {
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("a.txt"), "text").unwrap();
-        let link = dir.path().join("missing.txt");
+        let dir = &Folder::on_disk();
+        dir.write("a.txt", "text");
+        let link = dir.join("missing.txt");
         std::os::unix::fs::symlink("/nowhere/missing.txt", &link).unwrap();
+        // A file that is gone after it was listed.
+        let gone = &dir.join("gone");
+        let is_gone = |error: DataError| match error {
+            DataError::Unreadable { path, .. } => assert_eq!(&path, gone),
+            error => panic!("{error}"),
+        };
 
         for scope in [DEFAULT, Scope::Whole] {
-            let error = read(dir.path(), scope).err().unwrap();
+            let error = read(dir, scope).err().unwrap();
             assert!(
                 matches!(&error, DataError::DanglingLink { path } if *path == link),
                 "{error}"
             );
-            // A file that is gone after it was listed.
-            let error = read_file(&dir.path().join("gone"), scope).err().unwrap();
-            assert!(
-                matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")),
-                "{error}"
-            );
+            is_gone(read_file(gone, scope).err().unwrap());
         }
 
-        let error = whole_files(&dir.path().join("gone"), &mut Vec::new()).unwrap_err();
-        assert!(
-            matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")),
-            "{error}"
-        );
-        let error = default_files(&dir.path().join("gone"), 10).unwrap_err();
-        assert!(
-            matches!(&error, DataError::Unreadable { path, .. } if path.ends_with("gone")),
-            "{error}"
-        );
+        is_gone(whole_files(gone, &mut Vec::new()).unwrap_err());
+        is_gone(default_files(gone, 10).unwrap_err());
     }
 
     /// The folder of the checkpoints of a run can be that of the data.
     #[test]
     fn saves_beside_the_data_do_not_change_it() {
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("a.txt"), "text").unwrap();
-        let before = read_below(dir.path(), Scope::Whole).0;
-        fs::create_dir(dir.path().join(".staging")).unwrap();
+        let dir = &Folder::on_disk();
+        dir.write("a.txt", "text");
+        let before = read_below(dir, Scope::Whole).0;
         for (name, text) in [
             (".lock", "process 7\n"),
             (".staging/step-00000001.save", "{}"),
         ] {
-            fs::write(dir.path().join(name), text).unwrap();
+            dir.write(name, text);
         }
-        assert_eq!(read_below(dir.path(), Scope::Whole).0, before);
+        assert_eq!(read_below(dir, Scope::Whole).0, before);
     }
 
     /// A pipe has no writer, so opening one would wait.
     #[test]
     fn pipes_are_not_opened() {
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("a.txt"), "text").unwrap();
-        fs::write(dir.path().join("loss.svg"), "text").unwrap();
-        let sub = dir.path().join("sub");
+        let dir = &Folder::on_disk();
+        dir.write("a.txt", "text");
+        dir.write("loss.svg", "text");
+        let sub = dir.join("sub");
         fs::create_dir(&sub).unwrap();
-        for pipe in [sub.join("manifest.json"), dir.path().join("summary.json")] {
+        for pipe in [sub.join("manifest.json"), dir.join("summary.json")] {
             let status = std::process::Command::new("mkfifo")
                 .arg(pipe)
                 .status()
@@ -598,56 +579,50 @@ mod tests {
             assert!(status.success());
         }
         for scope in [DEFAULT, Scope::Whole] {
-            assert_eq!(read(dir.path(), scope).unwrap().texts.len(), 2);
+            assert_eq!(read(dir, scope).unwrap().texts.len(), 2);
         }
     }
 
     #[test]
     fn outputs_of_runs_are_left_out() {
-        let dir = tempfile::tempdir().unwrap();
-        let write = |path: &str, text: &str| {
-            let path = dir.path().join(path);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
-        };
-
-        write("a.txt", "first\n");
-        write(
+        let dir = &Folder::on_disk();
+        dir.write("a.txt", "first\n");
+        dir.write(
             "c/step-00000003/manifest.json",
             "{\"format\": \"zero-ckpt\", \"version\": 1}",
         );
-        write("c/step-00000003/run.json", "no");
-        write("c/latest", "step-00000003 0123456789abcdef\n");
-        write("model/config.json", "{}");
-        write("model/model.safetensors", "no");
-        write(
+        dir.write("c/step-00000003/run.json", "no");
+        dir.write("c/latest", "step-00000003 0123456789abcdef\n");
+        dir.write("model/config.json", "{}");
+        dir.write("model/model.safetensors", "no");
+        dir.write(
             "metrics",
             "{\"step\":1,\"loss\":2.5,\"step_ms\":3.0,\"comm_bytes\":{}}\n",
         );
-        write(
+        dir.write(
             "r/summary.json",
             "{\"unigram_loss\": 3.0, \"memory_by_rank\": [], \"steps\": []}",
         );
-        write("r/summary.txt", "no");
-        write("r/loss.svg", "no");
-        write("r/run.json", "no");
-        write(
+        dir.write("r/summary.txt", "no");
+        dir.write("r/loss.svg", "no");
+        dir.write("r/run.json", "no");
+        dir.write(
             "out.log",
             "note: a\nnano: 858,880 parameters in fp32, ZeRO stage 3, 4 ranks x 1 thread\n",
         );
-        write(
+        dir.write(
             "err.log",
             "step 1: loss 5.4419, 3,849 tokens/s, 512 tokens, 0s left\n",
         );
         // Of the same names, but not of a run.
-        write("other/manifest.json", "second");
-        write("other/summary.txt", "third\n");
-        write("steps.jsonl", "{\"step\": 4}\n");
-        let documents = read(dir.path(), DEFAULT).unwrap();
+        dir.write("other/manifest.json", "second");
+        dir.write("other/summary.txt", "third\n");
+        dir.write("steps.jsonl", "{\"step\": 4}\n");
+        let documents = read(dir, DEFAULT).unwrap();
         let names: Vec<_> = documents
             .texts
             .iter()
-            .map(|(path, _)| path.strip_prefix(dir.path()).unwrap())
+            .map(|(path, _)| path.strip_prefix(dir).unwrap())
             .collect();
 
         assert_eq!(
@@ -666,10 +641,10 @@ mod tests {
 
     #[test]
     fn folder_named_target_can_be_the_data() {
-        let dir = tempfile::tempdir().unwrap();
-        let target = dir.path().join("target");
+        let dir = &Folder::on_disk();
+        let target = dir.join("target");
         fs::create_dir(&target).unwrap();
-        fs::write(target.join("a.txt"), "text").unwrap();
+        target.write("a.txt", "text");
         for scope in [DEFAULT, Scope::Whole] {
             assert_eq!(
                 read(&target, scope).unwrap().texts,
@@ -680,34 +655,34 @@ mod tests {
 
     #[test]
     fn more_files_than_the_limit_are_an_error() {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = &Folder::on_disk();
         for name in ["a", "b", "c"] {
-            fs::write(dir.path().join(name), name).unwrap();
+            dir.write(name, name);
         }
         assert_eq!(
-            read(dir.path(), Scope::Default { most_files: 3 })
+            read(dir, Scope::Default { most_files: 3 })
                 .unwrap()
                 .texts
                 .len(),
             3
         );
-        let error = read(dir.path(), Scope::Default { most_files: 2 })
+        let error = read(dir, Scope::Default { most_files: 2 })
             .err()
             .unwrap()
             .to_string();
-        assert!(error.contains("more than 2 files: pass --data"), "{error}");
+        error.shows(&["more than 2 files: pass --data"]);
     }
 
     #[test]
     fn folder_without_text_is_an_error() {
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("binary"), b"\0").unwrap();
-        let error = read(dir.path(), Scope::Whole).err().unwrap().to_string();
+        let dir = &Folder::on_disk();
+        dir.write("binary", b"\0");
+        let error = read(dir, Scope::Whole).err().unwrap().to_string();
         let expected =
             "no text file in this folder; left out of the data: binary, 1 bytes (binary)";
-        assert_eq!(error, format!("{}: {expected}", dir.path().display()));
-        let empty = tempfile::tempdir().unwrap();
-        let error = read(empty.path(), Scope::Whole).err().unwrap().to_string();
+        assert_eq!(error, format!("{}: {expected}", dir.display()));
+        let empty = &Folder::on_disk();
+        let error = read(empty, Scope::Whole).err().unwrap().to_string();
         assert!(error.ends_with(": no text file in this folder"), "{error}");
     }
 }

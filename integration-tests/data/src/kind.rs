@@ -365,50 +365,37 @@ fn check_rows(file: &RowFile, start: &Start) -> Result<(), DataError> {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::{Files, Folder};
+
     use super::*;
 
-    struct Folder(tempfile::TempDir);
+    /// The kind of a path in a folder and the reason, or the error without the folder's path.
+    fn kind(folder: &Folder, path: &Path) -> Result<(&'static str, String, Vec<String>), String> {
+        let folder = folder.display().to_string();
+        let kind = DataKind::of(&DataSource::at(path)).map_err(|e| {
+            e.to_string()
+                .replace(&format!("{folder}/"), "")
+                .replace(&folder, "DIR")
+        })?;
+        Ok((kind.name(), kind.why, kind.notices))
+    }
 
-    impl Folder {
-        fn new() -> Self {
-            Self(tempfile::tempdir().unwrap())
-        }
-
-        fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
-            let path = self.0.path().join(name);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(&path, content).unwrap();
-            path
-        }
-
-        /// The kind of a path and the reason, or the error without the folder's path.
-        fn kind(&self, path: &Path) -> Result<(&'static str, String, Vec<String>), String> {
-            let folder = self.0.path().display().to_string();
-            let kind = DataKind::of(&DataSource::at(path)).map_err(|e| {
-                e.to_string()
-                    .replace(&format!("{folder}/"), "")
-                    .replace(&folder, "DIR")
-            })?;
-            Ok((kind.name(), kind.why, kind.notices))
-        }
-
-        /// The kind of a file of this name and content.
-        fn of(
-            &self,
-            name: &str,
-            content: impl AsRef<[u8]>,
-        ) -> Result<(&'static str, String), String> {
-            let path = self.write(name, content);
-            let (kind, why, _) = self.kind(&path)?;
-            Ok((kind, why))
-        }
+    /// The kind of a file of this name and content.
+    fn of(
+        folder: &Folder,
+        name: &str,
+        content: impl AsRef<[u8]>,
+    ) -> Result<(&'static str, String), String> {
+        let path = folder.write(name, content);
+        let (kind, why, _) = kind(folder, &path)?;
+        Ok((kind, why))
     }
 
     const ROW: &str = "{\"prompt\": \"a\", \"completion\": \"b\"}\n";
 
     #[test]
     fn files_go_by_content_and_name() {
-        let folder = Folder::new();
+        let folder = &Folder::on_disk();
         let rows = |line: u32| {
             (
                 "examples",
@@ -425,14 +412,14 @@ mod tests {
             ("a.jsonl", format!("\u{feff}{ROW}"), 1),
         ] {
             assert_eq!(
-                folder.of(name, &content),
+                of(folder, name, &content),
                 Ok(rows(line)),
                 "{name}: {content}"
             );
         }
 
         let tokens = ("tokens", "u16 by its name".to_owned());
-        assert_eq!(folder.of("a.bin", [1, 2, 3, 4]), Ok(tokens));
+        assert_eq!(of(folder, "a.bin", [1, 2, 3, 4]), Ok(tokens));
         for (name, content) in [
             ("a.txt", "to be"),
             ("a.py", "{}\n"),
@@ -442,11 +429,11 @@ mod tests {
             ("a.csv", "a,b\n"),
             ("latin1.txt", "caf\u{e9}"),
         ] {
-            let (kind, why) = folder.of(name, content).unwrap();
+            let (kind, why) = of(folder, name, content).unwrap();
             assert_eq!(kind, "text", "{name}");
             assert!(why.starts_with("it is text, and its name is not"), "{why}");
         }
-        let (_, _, notices) = folder.kind(&folder.write("a.csv", "a,b\n")).unwrap();
+        let (_, _, notices) = kind(folder, &folder.write("a.csv", "a,b\n")).unwrap();
         assert!(
             notices[0].contains("a.csv: a table is read as text"),
             "{notices:?}"
@@ -455,7 +442,7 @@ mod tests {
 
     #[test]
     fn other_content_is_an_error() {
-        let folder = Folder::new();
+        let folder = &Folder::on_disk();
         let forms = "and must have `prompt` and `completion`, `messages`, `conversations` of `from` and `value` \
                      (ShareGPT), `instruction` and `output` (Alpaca), or `text`; rename the keys of the data";
         let keys = format!("a.jsonl, line 1: it has the keys `question`, `answer`, {forms}");
@@ -547,25 +534,24 @@ mod tests {
             ("a.bin", b"", "a.bin: the data file is empty"),
         ];
         for (name, content, expected) in cases {
-            let error = folder.of(name, content).unwrap_err();
+            let error = of(folder, name, content).unwrap_err();
             assert!(error.starts_with(expected), "{name}: {error}");
         }
-        let missing = folder.kind(&folder.0.path().join("b.txt")).unwrap_err();
+        let missing = kind(folder, &folder.join("b.txt")).unwrap_err();
         assert_eq!(missing, "b.txt: no such file or folder");
     }
 
     #[test]
     fn folder_of_rows_may_have_a_readme() {
-        let folder = Folder::new();
-        let dir = folder.0.path();
+        let folder = &Folder::on_disk();
         folder.write("b.jsonl", ROW);
         folder.write("a.json", format!("[{ROW}]"));
         folder.write("README.md", "rows");
         folder.write("LICENSE", "MIT");
         folder.write("dataset_info.json", "{}");
         folder.write(".gitattributes", "*");
-        let (kind, why, notices) = folder.kind(dir).unwrap();
-        assert_eq!(kind, "examples");
+        let (name, why, notices) = kind(folder, folder).unwrap();
+        assert_eq!(name, "examples");
         assert_eq!(
             why,
             "all of its files are rows, and the first row of a.json has `prompt` and `completion`"
@@ -577,12 +563,12 @@ mod tests {
         );
 
         folder.write("c.jsonl.gz", b"\x1f\x8b\x08\0");
-        let error = folder.kind(dir).unwrap_err();
+        let error = kind(folder, folder).unwrap_err();
         assert!(error.starts_with("c.jsonl.gz: a gzip archive"), "{error}");
-        fs::remove_file(dir.join("c.jsonl.gz")).unwrap();
+        fs::remove_file(folder.join("c.jsonl.gz")).unwrap();
 
         folder.write("notes.txt", "text");
-        let error = folder.kind(dir).unwrap_err();
+        let error = kind(folder, folder).unwrap_err();
         assert!(
             error.starts_with(
                 "DIR: the folder has files of examples (a.json) and other data (notes.txt)"
@@ -591,33 +577,36 @@ mod tests {
         );
         // The folders of a program.
         folder.write("src/main.rs", "fn main() {}");
-        assert_eq!(folder.kind(dir).unwrap().0, "the text files of a folder");
-        fs::remove_file(dir.join("notes.txt")).unwrap();
-        let error = folder.kind(dir).unwrap_err();
+        assert_eq!(
+            kind(folder, folder).unwrap().0,
+            "the text files of a folder"
+        );
+        fs::remove_file(folder.join("notes.txt")).unwrap();
+        let error = kind(folder, folder).unwrap_err();
         assert!(error.contains("and other data (src): pass"), "{error}");
         // Not the checkpoints of a run.
-        fs::remove_dir_all(dir.join("src")).unwrap();
+        fs::remove_dir_all(folder.join("src")).unwrap();
         folder.write("saves/manifest.json", "{\"format\": \"zero-ckpt\"}");
-        let (kind, _, notices) = folder.kind(dir).unwrap();
-        assert_eq!(kind, "examples");
+        let (name, _, notices) = kind(folder, folder).unwrap();
+        assert_eq!(name, "examples");
         assert_eq!(notices[3], left_out("saves"));
     }
 
     #[test]
     fn documents_of_json_are_text_in_folders() {
-        let folder = Folder::new();
+        let folder = &Folder::on_disk();
         folder.write("a.json", "{\n \"text\": \"a\"\n}\n");
         assert_eq!(
-            folder.kind(folder.0.path()).unwrap().0,
+            kind(folder, folder).unwrap().0,
             "the text files of a folder"
         );
         folder.write("b.jsonl", "{\"label\": 1}\n");
         assert_eq!(
-            folder.kind(folder.0.path()).unwrap().0,
+            kind(folder, folder).unwrap().0,
             "the text files of a folder"
         );
-        fs::remove_file(folder.0.path().join("a.json")).unwrap();
-        let error = folder.kind(folder.0.path()).unwrap_err();
+        fs::remove_file(folder.join("a.json")).unwrap();
+        let error = kind(folder, folder).unwrap_err();
         assert!(
             error.starts_with("b.jsonl, line 1: it has the key `label`"),
             "{error}"

@@ -4,9 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use indicatif::HumanCount;
-use tempfile::TempDir;
+use integration_tests::{Files, Folder, Printed};
 use tokenizers::Tokenizer;
-use tokenizers::models::bpe::BPE;
+use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 use zero_trainer::{Batch, BatchAt};
@@ -24,30 +24,20 @@ const AT: BatchAt = BatchAt {
     seed: 1,
 };
 
-struct Files(TempDir);
-
-impl Files {
-    fn new() -> Self {
-        Self(tempfile::tempdir().unwrap())
-    }
-
-    fn write(&self, name: &str, bytes: &[u8]) -> PathBuf {
-        let path = self.0.path().join(name);
-        fs::write(&path, bytes).unwrap();
-        path
-    }
-
-    fn tokens(&self, tokens: &[u16]) -> PathBuf {
-        self.write(
-            "tokens.bin",
-            &tokens
-                .iter()
-                .flat_map(|t| t.to_le_bytes())
-                .collect::<Vec<_>>(),
-        )
-    }
+/// Data in a folder.
+trait Data: Files {
+    fn tokens(&self, tokens: &[u16]) -> PathBuf;
 
     /// A byte-level tokenizer as GPT-2's, with a few merges.
+    fn tokenizer(&self) -> PathBuf;
+}
+
+impl Data for Path {
+    fn tokens(&self, tokens: &[u16]) -> PathBuf {
+        let bytes: Vec<u8> = tokens.iter().flat_map(|t| t.to_le_bytes()).collect();
+        self.write("tokens.bin", bytes)
+    }
+
     fn tokenizer(&self) -> PathBuf {
         let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();
         alphabet.sort_unstable();
@@ -59,31 +49,17 @@ impl Files {
             ("i", "n"),
             ("Ċ", "Ċ"),
         ];
+        let merges = merges.map(|(a, b)| (a.to_owned(), b.to_owned()));
 
         words.extend(merges.iter().map(|(a, b)| format!("{a}{b}")));
-        let vocab = words
-            .into_iter()
-            .zip(0..)
-            .collect::<std::collections::HashMap<String, u32>>();
-        let merges = merges
-            .iter()
-            .map(|(a, b)| (a.to_string(), b.to_string()))
-            .collect();
-
-        let model = BPE::builder()
-            .vocab_and_merges(
-                vocab
-                    .into_iter()
-                    .collect::<tokenizers::models::bpe::Vocab>(),
-                merges,
-            )
-            .build()
-            .unwrap();
+        let vocab: Vocab = words.into_iter().zip(0..).collect();
+        let model = BPE::builder().vocab_and_merges(vocab, merges.to_vec());
+        let model = model.build().unwrap();
 
         let mut tokenizer = Tokenizer::new(model);
         tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
         tokenizer.with_decoder(Some(ByteLevel::default()));
-        let path = self.0.path().join("tokenizer.json");
+        let path = self.join("tokenizer.json");
         tokenizer.save(&path, false).unwrap();
         path
     }
@@ -111,7 +87,7 @@ fn batch(data: &Dataset, at: BatchAt) -> (Vec<u32>, Vec<u32>) {
 
 #[test]
 fn token_file_is_read_in_order() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let data = open(&files.tokens(&(1000..1040).collect::<Vec<_>>()));
     data.validate(1040, 4).unwrap();
     assert_eq!(data.len_tokens(), 40);
@@ -138,7 +114,7 @@ fn token_file_is_read_in_order() {
 
 #[test]
 fn text_is_read_in_random_windows() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let text: Vec<u8> = (32..=255).cycle().take(2000).collect();
     let data = open(&files.write("text.txt", &text));
     data.validate(256, 4).unwrap();
@@ -158,7 +134,7 @@ fn text_is_read_in_random_windows() {
 
 #[test]
 fn rows_do_not_depend_on_world_size() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     for path in [
         files.tokens(&(0..500).collect::<Vec<_>>()),
         files.write("a.txt", &[7; 333]),
@@ -190,11 +166,11 @@ fn rows_do_not_depend_on_world_size() {
 
 #[test]
 fn folder_concatenates_its_text_files() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     files.write("b.txt", b"world\n");
     files.write("a.txt", b"hello");
     files.write("c.bin", b"\0\0");
-    let data = open(files.0.path());
+    let data = open(files);
     assert_eq!(data.len_tokens(), 12);
     let (inputs, _) = batch(
         &data,
@@ -207,7 +183,7 @@ fn folder_concatenates_its_text_files() {
     assert_eq!(inputs, b"hello\nworld".map(u32::from));
     let expected = format!(
         "{}: 2 text files (1 left out), 12 bytes, read as bytes",
-        files.0.path().display()
+        files.display()
     );
     assert_eq!(data.describe(), expected);
 }
@@ -215,11 +191,11 @@ fn folder_concatenates_its_text_files() {
 /// A README beside data that is not read is not the data.
 #[test]
 fn folder_of_other_data_is_an_error() {
-    let files = Files::new();
-    let dir = files.0.path().display().to_string();
-    let source = DataSource::at(files.0.path());
+    let files = &Folder::on_disk();
+    let dir = files.display().to_string();
+    let source = DataSource::at(files.to_path_buf());
     let error = |source: &DataSource| open_error(source).replace(&dir, "DIR");
-    fs::create_dir(files.0.path().join("data")).unwrap();
+    fs::create_dir(files.join("data")).unwrap();
     files.write("README.md", b"the data of a study");
     files.write("data/train.parquet", b"PAR1\0\0");
     assert_eq!(
@@ -236,7 +212,7 @@ fn folder_of_other_data_is_an_error() {
 
     files.write("notes.txt", b"notes");
     files.write("weights.gz", b"\x1f\x8b\x08\0");
-    let data = open(files.0.path());
+    let data = open(files);
     assert!(
         data.describe().contains("3 text files (2 left out)"),
         "{}",
@@ -250,7 +226,7 @@ fn folder_of_other_data_is_an_error() {
             "data/a.jsonl is read as text, with its JSON, as all files of the folder are; to train on its rows, pass the file",
         ]
     );
-    let tokenizer = Files::new();
+    let tokenizer = &Folder::on_disk();
     let by_tokenizer = source.with_tokenizer(tokenizer.tokenizer());
     assert_eq!(
         Dataset::open(&by_tokenizer).unwrap().notices(),
@@ -261,7 +237,7 @@ fn folder_of_other_data_is_an_error() {
 /// The tokens behind the header, and not the header.
 #[test]
 fn header_of_a_token_file_is_not_trained() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let tokens: Vec<u8> = (1000_u16..1040).flat_map(u16::to_le_bytes).collect();
     let mut llmc = vec![0_u8; 1024];
     for (word, value) in [(0, 20240520_u32), (1, 1), (2, 40)] {
@@ -299,7 +275,7 @@ fn header_of_a_token_file_is_not_trained() {
 
 #[test]
 fn tokens_equal_those_of_the_whole_text() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let tokenizer = files.tokenizer();
     let line = "in the beginning\n\n\nthe th\n\néâtre\nthe thin\n    then: the\n";
     let text = line.repeat(8000);
@@ -338,27 +314,27 @@ fn tokens_equal_those_of_the_whole_text() {
 
 #[test]
 fn folder_is_tokenized_file_by_file() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let tokenizer = files.tokenizer();
-    let texts = files.0.path().join("texts");
+    let texts = files.join("texts");
     fs::create_dir(&texts).unwrap();
-    fs::write(texts.join("1"), "the").unwrap();
-    fs::write(texts.join("2"), "in\n").unwrap();
+    texts.write("1", "the");
+    texts.write("2", "in\n");
     let data = Dataset::open(&DataSource::at(&texts).with_tokenizer(&tokenizer)).unwrap();
     assert_eq!(data.len_tokens(), 4, "the, line break, in, line break");
 }
 
 #[test]
 fn missing_empty_or_malformed_data_is_named() {
-    let files = Files::new();
-    let dir = files.0.path().display().to_string();
+    let files = &Folder::on_disk();
+    let dir = files.display().to_string();
     let tokenizer = files.tokenizer();
     let broken = files.write("broken.json", b"{}");
     let latin1 = files.write("latin1.txt", b"caf\xe9 au lait");
 
     let cases = [
         (
-            DataSource::at(files.0.path().join("none.txt")),
+            DataSource::at(files.join("none.txt")),
             "DIR/none.txt: no such file or folder",
         ),
         (
@@ -382,7 +358,7 @@ fn missing_empty_or_malformed_data_is_named() {
             "DIR/latin1.txt: not UTF-8 text at byte 3; a tokenizer needs UTF-8",
         ),
         (
-            DataSource::at(&latin1).with_tokenizer(files.0.path().join("no.json")),
+            DataSource::at(&latin1).with_tokenizer(files.join("no.json")),
             "DIR/no.json: no such file or folder",
         ),
     ];
@@ -396,7 +372,7 @@ fn missing_empty_or_malformed_data_is_named() {
 
 #[test]
 fn unfit_data_is_an_error_with_the_position() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let mut tokens = vec![5; 3_000_000];
     tokens[2_345_678] = 256;
     tokens[2_345_679] = 999;
@@ -411,10 +387,7 @@ fn unfit_data_is_an_error_with_the_position() {
     );
     let text = open(&files.write("text.txt", b"abcabc"));
     let error = text.validate(99, 3).unwrap_err().to_string();
-    assert!(
-        error.contains("token 99 at position 2 is outside the model's vocabulary of 99"),
-        "{error}"
-    );
+    error.shows(&["token 99 at position 2 is outside the model's vocabulary of 99"]);
     let error = text.validate(256, 6).unwrap_err().to_string();
     assert!(
         error.ends_with("text.txt: 6 tokens are too few for --seq-len 6: 7 are needed"),
@@ -425,7 +398,7 @@ fn unfit_data_is_an_error_with_the_position() {
 
 #[test]
 fn invalid_batch_is_an_error() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let data = open(&files.tokens(&[1; 20]));
     let call =
         |at, inputs, targets| data.batch(at, &mut Batch::plain(vec![0; inputs], vec![0; targets]));
@@ -485,7 +458,7 @@ fn invalid_batch_is_an_error() {
 
 #[test]
 fn token_file_truncated_while_open_is_an_error() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let path = files.tokens(&[1; 100]);
     let data = open(&path);
     fs::write(&path, b"ab").unwrap();
@@ -498,7 +471,7 @@ fn token_file_truncated_while_open_is_an_error() {
 
 #[test]
 fn unigram_loss_is_the_entropy() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let loss = |tokens: &[u16]| open(&files.tokens(tokens)).unigram_loss();
     assert_eq!(loss(&[3; 10]), 0.0);
     assert!((loss(&[0, 1, 2, 3]) - 4f64.ln()).abs() < 1e-12);
@@ -510,7 +483,7 @@ fn unigram_loss_is_the_entropy() {
 
 #[test]
 fn fingerprint_changes_with_any_token() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let of = |bytes: &[u8]| open(&files.write("text.txt", bytes)).fingerprint();
     assert_eq!(of(b"some text"), of(b"some text"));
     assert_ne!(of(b"some text"), of(b"some tent"));
@@ -520,11 +493,11 @@ fn fingerprint_changes_with_any_token() {
 #[test]
 fn fingerprint_does_not_depend_on_the_path() {
     let fingerprint = |names: [&str; 3]| {
-        let files = Files::new();
+        let files = &Folder::on_disk();
         names
             .into_iter()
             .for_each(|name| drop(files.write(name, name.as_bytes())));
-        open(files.0.path()).fingerprint()
+        open(files).fingerprint()
     };
     assert_eq!(fingerprint(["a", "B", "c"]), fingerprint(["c", "a", "B"]));
     assert_ne!(fingerprint(["a", "B", "c"]), fingerprint(["a", "B", "d"]));
@@ -549,7 +522,7 @@ fn current_folder_is_the_default() {
 
 #[test]
 fn wide_token_file_is_read_in_order() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let bytes = |tokens: &[u32]| {
         tokens
             .iter()
@@ -565,20 +538,14 @@ fn wide_token_file_is_read_in_order() {
     assert_eq!(targets, tokens[1..9]);
 
     let error = data.validate(128_019, 4).unwrap_err().to_string();
-    assert!(
-        error.contains("token 128019 at position 19 is outside"),
-        "{error}"
-    );
+    error.shows(&["token 128019 at position 19 is outside"]);
     // No token of any vocabulary.
     let data = open(&files.write(
         "large.u32.bin",
         &[[0xff; 4], [5, 0, 0, 0], [6, 0, 0, 0]].concat().repeat(4),
     ));
     let error = data.validate(256, 4).unwrap_err().to_string();
-    assert!(
-        error.contains("token 4294967295 at position 0 is outside"),
-        "{error}"
-    );
+    error.shows(&["token 4294967295 at position 0 is outside"]);
     let error = open_error(&DataSource::at(files.write("odd.u32.bin", &[0; 6])));
     assert!(
         error.ends_with("6 bytes are not a whole number of 4-byte tokens"),
@@ -588,7 +555,7 @@ fn wide_token_file_is_read_in_order() {
 
 #[test]
 fn narrow_tokens_fit_a_large_vocabulary() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     open(&files.tokens(&[65_535; 20]))
         .validate(128_256, 4)
         .unwrap();
@@ -608,12 +575,12 @@ fn all_tokens(data: &Dataset) -> Vec<u32> {
 
 #[test]
 fn end_token_follows_each_file_of_a_folder() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let tokenizer = files.tokenizer();
-    let texts = files.0.path().join("texts");
+    let texts = files.join("texts");
     fs::create_dir(&texts).unwrap();
-    fs::write(texts.join("1"), "the").unwrap();
-    fs::write(texts.join("2"), "the\n").unwrap();
+    texts.write("1", "the");
+    texts.write("2", "the\n");
     let tokens =
         || all_tokens(&Dataset::open(&DataSource::at(&texts).with_tokenizer(&tokenizer)).unwrap());
     let plain = tokens();
@@ -637,7 +604,7 @@ fn end_token_follows_each_file_of_a_folder() {
 
 #[test]
 fn start_token_is_that_of_the_post_processor() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let path = files.tokenizer();
     let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     json["post_processor"] = serde_json::json!({
@@ -654,20 +621,20 @@ fn start_token_is_that_of_the_post_processor() {
 }
 
 /// Text of more than the cache's least size, and its source with a cache.
-fn cached(files: &Files) -> DataSource {
+fn cached(files: &Folder) -> DataSource {
     let text = files.write(
         "text.txt",
         "in the beginning\nthe thin\n".repeat(50_000).as_bytes(),
     );
     DataSource {
-        token_cache: Some(files.0.path().join("cache")),
+        token_cache: Some(files.join("cache")),
         ..DataSource::at(text).with_tokenizer(files.tokenizer())
     }
 }
 
 /// The kept files with an extension.
-fn kept(files: &Files, extension: &str) -> Vec<PathBuf> {
-    let entries = fs::read_dir(files.0.path().join("cache")).unwrap();
+fn kept(files: &Folder, extension: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(files.join("cache")).unwrap();
     let paths = entries.map(|entry| entry.unwrap().path());
     paths
         .filter(|path| path.to_string_lossy().ends_with(extension))
@@ -676,8 +643,8 @@ fn kept(files: &Files, extension: &str) -> Vec<PathBuf> {
 
 #[test]
 fn tokens_are_kept_and_read_again() {
-    let files = Files::new();
-    let source = cached(&files);
+    let files = &Folder::on_disk();
+    let source = cached(files);
     let without = DataSource {
         token_cache: None,
         ..source.clone()
@@ -702,7 +669,7 @@ fn tokens_are_kept_and_read_again() {
         assert_eq!(data.describe(), expected.describe());
         assert_eq!(batch(data, AT), batch(&expected, AT));
     }
-    assert!(kept(&files, ".part").is_empty());
+    assert!(kept(files, ".part").is_empty());
 
     // Other contents, or another tokenizer, are other tokens.
     let path = source.path.as_ref().unwrap();
@@ -716,7 +683,7 @@ fn tokens_are_kept_and_read_again() {
     files.write("config.json", br#"{"eos_token_id": 5}"#);
     Dataset::open(&source).unwrap();
     assert_eq!(
-        kept(&files, ".u32.bin").len(),
+        kept(files, ".u32.bin").len(),
         2,
         "a file alone has no end token"
     );
@@ -724,11 +691,11 @@ fn tokens_are_kept_and_read_again() {
 
 #[test]
 fn damaged_kept_tokens_are_made_again() {
-    let files = Files::new();
-    let source = cached(&files);
+    let files = &Folder::on_disk();
+    let source = cached(files);
     let expected = Dataset::open(&source).unwrap().fingerprint();
-    let tokens = kept(&files, ".u32.bin").remove(0);
-    let description = kept(&files, ".json").remove(0);
+    let tokens = kept(files, ".u32.bin").remove(0);
+    let description = kept(files, ".json").remove(0);
     let whole = fs::read(&tokens).unwrap();
 
     let mut flipped = whole.clone();
@@ -744,16 +711,13 @@ fn damaged_kept_tokens_are_made_again() {
 
 #[test]
 fn tokens_stay_in_memory_without_a_cache_folder() {
-    let files = Files::new();
+    let files = &Folder::on_disk();
     let source = DataSource {
         token_cache: Some(files.write("no-folder", b"mine")),
-        ..cached(&files)
+        ..cached(files)
     };
     let data = Dataset::open(&source).unwrap();
     let notice = &data.notices()[0];
-    assert!(
-        notice.contains("kept in memory") && notice.contains("ZERO_TOKEN_CACHE"),
-        "{notice}"
-    );
-    assert_eq!(fs::read(files.0.path().join("no-folder")).unwrap(), b"mine");
+    notice.shows(&["kept in memory", "ZERO_TOKEN_CACHE"]);
+    assert_eq!(files.bytes("no-folder"), b"mine");
 }

@@ -420,6 +420,8 @@ fn hexadecimal(n: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::{Files, Folder};
+
     use super::*;
 
     #[test]
@@ -434,8 +436,8 @@ mod tests {
             before: Vec::new(),
             after: Vec::new(),
         };
-        let folder = tempfile::tempdir().unwrap();
-        let entry = Entry::new(folder.path(), identity);
+        let folder = &Folder::on_disk();
+        let entry = Entry::new(folder, identity);
         let part = entry.part().unwrap();
         let name = part.path().file_name().unwrap().to_str().unwrap();
         assert_eq!(
@@ -477,8 +479,7 @@ mod tests {
 
     #[test]
     fn leftovers_of_living_processes_stay() {
-        let dir = tempfile::tempdir().unwrap();
-        let folder = dir.path();
+        let folder = &Folder::on_disk();
         let [dead, living, no_lock] = [1, 2, 3].map(hexadecimal);
         let at = |key: &str, rest: &str| folder.join(format!("{key}{rest}"));
         for key in [&dead, &living, &no_lock] {
@@ -492,7 +493,7 @@ mod tests {
 
         // Neither folders, links nor names of others are this program's.
         fs::create_dir(at(&dead, "folder.part")).unwrap();
-        fs::write(folder.join("notes.part"), b"mine").unwrap();
+        folder.write("notes.part", b"mine");
         #[cfg(unix)]
         std::os::unix::fs::symlink(folder.join("notes.part"), at(&dead, "linked.part")).unwrap();
 

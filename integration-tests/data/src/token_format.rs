@@ -402,14 +402,16 @@ fn looks_like_text(start: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::{Files, Folder};
+
     use std::fs;
 
     use super::*;
 
     /// The format of a file of this name and content, or the error.
     fn of(name: &str, content: &[u8]) -> Result<TokenFormat, String> {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join(name);
+        let dir = &Folder::on_disk();
+        let path = dir.join(name);
         fs::write(&path, content).unwrap();
         in_folder(&path)
     }
@@ -556,11 +558,11 @@ mod tests {
 
     #[test]
     fn index_of_megatron_has_the_width() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("a.bin");
+        let dir = &Folder::on_disk();
+        let path = dir.join("a.bin");
         let index = |code: &[u8]| {
             let header = [MEGATRON_MAGIC, &1_u64.to_le_bytes(), code].concat();
-            fs::write(dir.path().join("a.idx"), header).unwrap();
+            dir.write("a.idx", header);
         };
         fs::write(&path, u32s(1000..1020)).unwrap();
         index(&[4]);
@@ -593,7 +595,7 @@ mod tests {
             in_folder(&path).unwrap_err(),
             "a.bin: 3 bytes are not a whole number of 2-byte tokens"
         );
-        fs::write(dir.path().join("a.idx"), "TNTIDX").unwrap();
+        dir.write("a.idx", "TNTIDX");
         let error = in_folder(&path).unwrap_err();
         assert!(
             error.starts_with("a.idx: not an index of Megatron"),

@@ -124,7 +124,7 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
         Command::Verify { checkpoint } => verify(&checkpoint),
         Command::Assemble { step, folders } => match &folders[..] {
             [into, from @ ..] => assemble_into(into, from, step),
-            [] => Err(CliError::Usage("name the folders of the ranks".to_owned())),
+            [] => Err(usage!("name the folders of the ranks")),
         },
         Command::Export {
             checkpoint,
@@ -186,7 +186,7 @@ fn open(path: &Path, best: bool) -> Result<Reader, CliError> {
     if best {
         let hint =
             "--best needs a directory of checkpoints of a run with --val-data or --val-split";
-        return Reader::open_best(path).map_err(|e| CliError::Failure(format!("{e}; {hint}")));
+        return Reader::open_best(path).map_err(|e| failure!("{e}; {hint}"));
     }
     let reader = Reader::open(path).map_err(CliError::failure)?;
     for notice in reader.notices() {
@@ -250,7 +250,7 @@ fn verify(path: &Path) -> Result<(), CliError> {
         .iter()
         .map(|(name, why)| format!("{name}: {why}"))
         .collect();
-    Err(CliError::Failure(format!(
+    Err(failure!(
         "{} damaged ({}); the newest whole checkpoint is {whole}, and `zero train --resume {}` starts from it",
         if defects.len() == 1 {
             "1 checkpoint is".to_owned()
@@ -259,7 +259,7 @@ fn verify(path: &Path) -> Result<(), CliError> {
         },
         defects.join("; "),
         store_dir.display()
-    )))
+    ))
 }
 
 /// Makes a checkpoint in `into` of the staged files there and in `from`: of the last save, or of
@@ -297,9 +297,9 @@ fn import(model: &Path, checkpoint: &Path) -> Result<(), CliError> {
 
     if has_checkpoints(checkpoint).map_err(CliError::failure)? {
         let path = checkpoint.display();
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "{path}: this folder holds checkpoints already; import into a new folder"
-        )));
+        ));
     }
 
     let tokenizer = folder.tokenizer().map_err(CliError::failure)?;
@@ -320,158 +320,5 @@ fn parse_file_size(text: &str) -> Result<u64, String> {
     match parse_bytes(text)? {
         0 => Err("a file of 0 bytes cannot hold a tensor".to_owned()),
         bytes => Ok(bytes),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[derive(clap::Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: CkptArgs,
-    }
-
-    fn zero_ckpt(arguments: &[&Path]) -> Result<(), CliError> {
-        let line = std::iter::once("ckpt".as_ref()).chain(arguments.iter().map(|a| a.as_os_str()));
-        run(<Line as clap::Parser>::try_parse_from(line)
-            .expect("valid arguments")
-            .args)
-    }
-
-    #[test]
-    fn import_then_export_keeps_the_model() {
-        let dir = tempfile::tempdir().unwrap();
-        let from = integration_tests::data("model");
-        let store = dir.path().join("store");
-        let to = dir.path().join("to");
-
-        zero_ckpt(&["import".as_ref(), &from, &store]).unwrap();
-        zero_ckpt(&["inspect".as_ref(), &store]).unwrap();
-        zero_ckpt(&["inspect".as_ref(), "--json".as_ref(), &store]).unwrap();
-        zero_ckpt(&["verify".as_ref(), &store]).unwrap();
-        zero_ckpt(&[
-            "export".as_ref(),
-            &store,
-            &to,
-            "--max-shard-size".as_ref(),
-            "2KB".as_ref(),
-        ])
-        .unwrap();
-
-        assert!(to.join("model.safetensors.index.json").exists());
-        let (before, after) = (HfFolder::open(&from).unwrap(), HfFolder::open(&to).unwrap());
-        assert_eq!(before.config(), after.config());
-        for param in before.config().units().iter().flat_map(|u| &u.params) {
-            let numel = param.shape.iter().product::<u64>();
-            let (mut a, mut b) = (vec![0.0; numel as usize], vec![1.0; numel as usize]);
-            before.read(&param.name, 0..numel, &mut a).unwrap();
-            after.read(&param.name, 0..numel, &mut b).unwrap();
-            assert_eq!(a, b, "{}", param.name);
-        }
-
-        let shard = store.join("step-00000000/shard-00000-of-00001.safetensors");
-        let mut bytes = std::fs::read(&shard).unwrap();
-        *bytes.last_mut().unwrap() ^= 1;
-        std::fs::write(&shard, bytes).unwrap();
-        let error = zero_ckpt(&["verify".as_ref(), &store])
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains("shard-00000-of-00001.safetensors: damaged: bytes"),
-            "{error}"
-        );
-        assert!(zero_ckpt(&["inspect".as_ref(), dir.path()]).is_err());
-    }
-
-    /// Without its settings the export would have no tokenizer, and nobody would know.
-    #[test]
-    fn export_with_other_settings_is_an_error() {
-        use zero_ckpt::{SaveMeta, ShardData, SingleRank};
-        use zero_shard::{Layout, ParamSpec, UnitSpec};
-
-        let dir = tempfile::tempdir().unwrap();
-        let layout =
-            Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
-        let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
-        let mut shard = ShardData::new(&layout, 0).unwrap();
-        shard.storage_f32("master", &[1.0, 2.0, 3.0]).unwrap();
-        let document = ("run.json".to_owned(), serde_json::json!({"format": 2}));
-        let meta = SaveMeta::default().documents([document].into());
-        store.save(&meta, &shard, &mut SingleRank).unwrap();
-
-        let out = dir.path().join("out");
-        let error = zero_ckpt(&["export".as_ref(), dir.path(), &out]).unwrap_err();
-        assert_eq!(error.exit_code(), 2);
-        let error = error.to_string();
-        assert!(
-            error.contains("invalid run.json: format 2 is not supported"),
-            "{error}"
-        );
-        assert!(!out.exists());
-    }
-
-    #[test]
-    fn assemble_makes_a_whole_checkpoint() {
-        use zero_ckpt::{SaveMeta, ShardData, SingleRank};
-        use zero_shard::{Layout, ParamSpec, UnitSpec};
-
-        name_commands();
-        let dir = tempfile::tempdir().unwrap();
-        let taken = dir.path().join("taken");
-        let new = dir.path().join("new");
-        let layout =
-            Layout::new(&[UnitSpec::new("head", [ParamSpec::new("w", [3])])], 1, 1).unwrap();
-        let save = |run: &str| {
-            let store = Store::create(&taken, 0, StoreOptions::default().run(run)).unwrap();
-            let mut shard = ShardData::new(&layout, 0).unwrap();
-            shard.storage_f32("master", &[1.0, 2.0, 3.0]).unwrap();
-            store.save(&SaveMeta::default().step(4), &shard, &mut SingleRank)
-        };
-
-        save("a").unwrap();
-        // Refused, because the checkpoint of step 4 is of another run.
-        let error = save("b").unwrap_err().to_string();
-        assert!(
-            error.contains("another run (a)") && error.contains("zero ckpt assemble"),
-            "{error}"
-        );
-        let error = zero_ckpt(&["assemble".as_ref(), &taken])
-            .unwrap_err()
-            .to_string();
-        assert!(error.contains("another run (a)"), "{error}");
-
-        let error = zero_ckpt(&[
-            "assemble".as_ref(),
-            "--step".as_ref(),
-            "5".as_ref(),
-            &new,
-            &taken,
-        ])
-        .unwrap_err();
-
-        assert!(
-            error
-                .to_string()
-                .contains("there are no staged files of step 5"),
-            "{error}"
-        );
-
-        zero_ckpt(&[
-            "assemble".as_ref(),
-            "--step".as_ref(),
-            "4".as_ref(),
-            &new,
-            &taken,
-        ])
-        .unwrap();
-
-        zero_ckpt(&["verify".as_ref(), &new]).unwrap();
-        assert_eq!(
-            Reader::open(&new).unwrap().manifest().run.as_deref(),
-            Some("b")
-        );
-        zero_ckpt(&["verify".as_ref(), &taken]).unwrap();
     }
 }

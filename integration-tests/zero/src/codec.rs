@@ -24,9 +24,9 @@ impl Codec {
                 Ok(Self::Tokenizer(Box::new(tokenizer)))
             }
             None if vocab <= MAX_BYTE_VOCAB => Ok(Self::Bytes),
-            None => Err(CliError::Usage(format!(
+            None => Err(usage!(
                 "the model's vocabulary has {vocab} tokens, and its folder no tokenizer: pass --tokenizer FILE"
-            ))),
+            )),
         }
     }
 
@@ -50,12 +50,12 @@ impl Codec {
             Self::Tokenizer(tokenizer) => {
                 let text = String::from_utf8(text).map_err(|e| {
                     let at = e.utf8_error().valid_up_to();
-                    CliError::Usage(format!("the prompt is not UTF-8 text at byte {at}"))
+                    usage!("the prompt is not UTF-8 text at byte {at}")
                 })?;
                 tokenizer.encode_prompt(&text).map_err(CliError::usage)
             }
-            Self::Numbers => Err(CliError::Usage(
-                "a text needs a tokenizer: pass --tokenizer FILE, or --token-ids".to_owned(),
+            Self::Numbers => Err(usage!(
+                "a text needs a tokenizer: pass --tokenizer FILE, or --token-ids"
             )),
         }
     }

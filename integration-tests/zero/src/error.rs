@@ -26,6 +26,20 @@ pub enum CliError {
     },
 }
 
+/// [`CliError::Usage`] with a formatted message.
+macro_rules! usage {
+    ($($message:tt)+) => {
+        $crate::error::CliError::Usage(format!($($message)+))
+    };
+}
+
+/// [`CliError::Failure`] with a formatted message.
+macro_rules! failure {
+    ($($message:tt)+) => {
+        $crate::error::CliError::Failure(format!($($message)+))
+    };
+}
+
 impl CliError {
     /// The process's exit code.
     pub fn exit_code(&self) -> u8 {

@@ -151,14 +151,14 @@ fn find_preset(name: &str) -> Result<ModelConfig, CliError> {
         } else {
             ""
         };
-        CliError::Usage(format!("--model {name}: {e}{hint}"))
+        usage!("--model {name}: {e}{hint}")
     })
 }
 
 /// Checks that none of these flags is 0.
 pub(crate) fn check_positive(flags: &[(&str, Option<u64>)]) -> Result<(), CliError> {
     match flags.iter().find(|(_, value)| *value == Some(0)) {
-        Some((flag, _)) => Err(CliError::Usage(format!("{flag} 0: expected at least 1"))),
+        Some((flag, _)) => Err(usage!("{flag} 0: expected at least 1")),
         None => Ok(()),
     }
 }
@@ -173,9 +173,7 @@ pub(crate) fn check_seq_len(seq_len: u64, config: Option<&ModelConfig>) -> Resul
         format!("1 to {n}, the positions of the model")
     });
     let limit = config.map(limit_of_positions).unwrap_or_default();
-    Err(CliError::Usage(format!(
-        "--seq-len {seq_len}: expected {range}{limit}"
-    )))
+    Err(usage!("--seq-len {seq_len}: expected {range}{limit}"))
 }
 
 /// Why the model has no more positions, to be appended to a message; empty for most models.

@@ -125,11 +125,11 @@ pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let prompt = prompt(args, &codec)?;
     let positions = config.max_positions();
     if prompt.len() >= positions {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "the prompt has {} tokens, and the model positions for {positions}: no token can follow; shorten the prompt{}",
             HumanCount(prompt.len() as u64),
             limit_of_positions(config)
-        )));
+        ));
     }
 
     let wanted = usize::try_from(args.tokens).unwrap_or(usize::MAX);
@@ -166,21 +166,19 @@ pub fn run(args: &GenerateArgs) -> Result<(), CliError> {
 fn sampling(args: &GenerateArgs) -> Result<Sampling, CliError> {
     check_positive(&[("--tokens", Some(args.tokens)), ("--threads", args.threads)])?;
     if args.device == GenerateDevice::Cuda {
-        return Err(CliError::Usage(
-            "--device cuda: generation runs on the CPU only so far; remove the flag".to_owned(),
+        return Err(usage!(
+            "--device cuda: generation runs on the CPU only so far; remove the flag"
         ));
     }
     if !(0.0..f32::INFINITY).contains(&args.temperature) {
         let got = args.temperature;
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--temperature {got}: expected 0 or a positive number"
-        )));
+        ));
     }
     if !(0.0..=1.0).contains(&args.top_p) {
         let got = args.top_p;
-        return Err(CliError::Usage(format!(
-            "--top-p {got}: expected a probability from 0 to 1"
-        )));
+        return Err(usage!("--top-p {got}: expected a probability from 0 to 1"));
     }
     Ok(Sampling {
         temperature: args.temperature,
@@ -201,8 +199,8 @@ fn prompt(args: &GenerateArgs, codec: &Codec) -> Result<Vec<u32>, CliError> {
     };
     let tokens = codec.encode(text)?;
     if tokens.is_empty() {
-        return Err(CliError::Usage(
-            "the prompt has no tokens: write at least a character".to_owned(),
+        return Err(usage!(
+            "the prompt has no tokens: write at least a character"
         ));
     }
     Ok(tokens)
@@ -210,8 +208,7 @@ fn prompt(args: &GenerateArgs, codec: &Codec) -> Result<Vec<u32>, CliError> {
 
 /// The text of a file or a pipe.
 fn read_prompt(path: &Path) -> Result<Vec<u8>, CliError> {
-    let failed =
-        |why: &dyn std::fmt::Display| CliError::Usage(format!("{}: {why}", path.display()));
+    let failed = |why: &dyn std::fmt::Display| usage!("{}: {why}", path.display());
     let mut text = Vec::new();
     let read = File::open(path).and_then(|file| {
         file.take(MAX_PROMPT_BYTES + 1)
@@ -239,7 +236,7 @@ impl WeightSource {
             (Some(path), _) => HfFolder::open(path),
             (None, Some(path)) if args.best => HfFolder::open_best(path),
             (None, Some(path)) => HfFolder::open(path),
-            (None, None) => return Err(CliError::Usage("name a model".to_owned())),
+            (None, None) => return Err(usage!("name a model")),
         };
         let folder = folder.map_err(CliError::usage)?;
         let run = folder.checkpoint().map_or(Ok(None), RunRecord::of)?;
@@ -264,10 +261,10 @@ impl WeightSource {
             if args.token_ids.is_some() {
                 return Ok(None);
             }
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "{}: the tokenizer of the run does not exist; pass its new path with --tokenizer",
                 recorded.display()
-            )));
+            ));
         }
         Ok(found.or(Some(recorded)))
     }
@@ -319,9 +316,7 @@ fn generate(
         let chosen = sampling.choose(&logits, tokens.len() as u64);
         let token = chosen.ok_or_else(|| {
             let at = tokens.len();
-            CliError::Failure(format!(
-                "the logits of token {at} are not finite: these weights are damaged; use another checkpoint"
-            ))
+            failure!("the logits of token {at} are not finite: these weights are damaged; use another checkpoint")
         })?;
         if ends.contains(&token) {
             end = End::Token;

@@ -1,6 +1,5 @@
 //! `zero data`: a look at training data as a run reads it.
 
-use std::fmt::Write;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
@@ -322,20 +321,20 @@ fn as_json(inspected: &Inspected, view: &View) -> Value {
 
 fn as_text(inspected: &Inspected, view: &View) -> String {
     let mut out = format!("{}\n", inspected.data.describe());
-    let _ = writeln!(out, "read as {}: {}", inspected.kind, inspected.why);
-    let _ = writeln!(out, "{}", view.summary);
+    out += &format!("read as {}: {}\n", inspected.kind, inspected.why);
+    out += &format!("{}\n", view.summary);
     let is_terminal = console::colors_enabled();
     let legend = if is_terminal {
         format!("{} is trained", marked(true, "underlined text"))
     } else {
         "[[text in double brackets]] is trained".to_owned()
     };
-    let _ = writeln!(out, "{legend}");
+    out += &format!("{legend}\n");
 
     for (row, parts) in view.rows.iter().enumerate() {
-        let _ = writeln!(out, "\nrow {row}");
+        out += &format!("\nrow {row}\n");
         for part in parts {
-            let _ = writeln!(out, "  {}", part.place);
+            out += &format!("  {}\n", part.place);
             let mark = |piece: &Piece, text: &str| mark(piece, text, is_terminal);
             let texts = part
                 .pieces
@@ -343,14 +342,14 @@ fn as_text(inspected: &Inspected, view: &View) -> String {
                 .map(|piece| mark(piece, &printable(&piece.text)));
             let texts: String = texts.collect();
             if part.pieces.iter().any(|piece| !piece.text.is_empty()) {
-                let _ = writeln!(out, "  text: {texts}");
+                out += &format!("  text: {texts}\n");
             }
             let tokens = part
                 .pieces
                 .iter()
                 .map(|piece| mark(piece, &ids(&piece.tokens)));
             let tokens: Vec<String> = tokens.collect();
-            let _ = writeln!(out, "  tokens: {}", tokens.join(" "));
+            out += &format!("  tokens: {}\n", tokens.join(" "));
         }
     }
     out

@@ -11,10 +11,12 @@
 //! flags  output  error    shared by all
 //! ```
 
+#[macro_use]
+mod error;
+
 pub mod ckpt;
 mod codec;
 mod config;
-mod error;
 mod flags;
 pub mod generate;
 pub mod inspect;

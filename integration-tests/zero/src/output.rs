@@ -20,9 +20,9 @@ use crate::error::CliError;
 pub(crate) fn print_text(text: impl AsRef<[u8]>) -> Result<(), CliError> {
     let mut out = stdout().lock();
     match out.write_all(text.as_ref()).and_then(|()| out.flush()) {
-        Err(error) if !is_closed(&error) => Err(CliError::Failure(format!(
-            "failed to write to standard output: {error}"
-        ))),
+        Err(error) if !is_closed(&error) => {
+            Err(failure!("failed to write to standard output: {error}"))
+        }
         _ => Ok(()),
     }
 }

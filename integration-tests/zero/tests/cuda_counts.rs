@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Stdio;
 
+use integration_tests::{Files, Folder};
 use serde_json::Value;
-use tempfile::TempDir;
 use zero_alloc::cuda::CudaDevice;
 
 /// Calls, loaded bytes, stored bytes, and operations, by kind and name.
@@ -63,7 +63,7 @@ fn train(dir: &Path, dry: bool, ranks: &str, args: &[&str]) -> (Counts, Value) {
         "{args:?}: {}\n{out}{err}",
         output.status
     );
-    let metrics = std::fs::read_to_string(dir.join("metrics")).unwrap();
+    let metrics = dir.text("metrics");
 
     (
         parse(dir),
@@ -72,7 +72,7 @@ fn train(dir: &Path, dry: bool, ranks: &str, args: &[&str]) -> (Counts, Value) {
 }
 
 fn parse(dir: &Path) -> Counts {
-    let text = std::fs::read_to_string(dir.join("counts")).unwrap();
+    let text = dir.text("counts");
     let row = |line: &str| {
         let [kind, name, numbers @ ..] = &line.split(',').collect::<Vec<_>>()[..] else {
             panic!("{line}")
@@ -88,11 +88,11 @@ fn parse(dir: &Path) -> Counts {
 
 /// The third step's counts of GPT-2 124M in the dry mode, and its metrics.
 fn step_of_124m(stage: &str, ranks: &str, batch: &str) -> (Counts, Value) {
-    let dir = TempDir::new().unwrap();
+    let dir = &Folder::on_disk();
     let tokens: Vec<u8> = (0..400_000u32)
         .flat_map(|i| ((i * 7919 % 50_257) as u16).to_le_bytes())
         .collect();
-    std::fs::write(dir.path().join("tokens.bin"), tokens).unwrap();
+    dir.write("tokens.bin", tokens);
 
     let sizes = [
         "--model",
@@ -105,11 +105,7 @@ fn step_of_124m(stage: &str, ranks: &str, batch: &str) -> (Counts, Value) {
         batch,
     ];
 
-    third_step(
-        dir.path(),
-        ranks,
-        &[&sizes[..], &["--stage", stage]].concat(),
-    )
+    third_step(dir, ranks, &[&sizes[..], &["--stage", stage]].concat())
 }
 
 /// The third step's counts in the dry mode, and its metrics.
@@ -165,10 +161,10 @@ fn cuda_dry_run_counts_the_work_of_a_full_run() {
     ];
 
     for (ranks, stage) in [("1", "0"), ("1", "3"), ("2", "1"), ("2", "2"), ("2", "3")] {
-        let dir = TempDir::new().unwrap();
+        let dir = &Folder::on_disk();
         let args = [&sizes[..], &["--stage", stage]].concat();
         let [full, dry] = [false, true].map(|dry| {
-            let mut counts = train(dir.path(), dry, ranks, &args).0;
+            let mut counts = train(dir, dry, ranks, &args).0;
             // The number of events depends on what has completed.
             counts.retain(|(kind, _), _| kind != "event");
             counts
@@ -322,7 +318,7 @@ fn cuda_parts_sum_two_activations_a_block() {
     if skipped() {
         return;
     }
-    let dir = TempDir::new().unwrap();
+    let dir = &Folder::on_disk();
     let model = place::data("model").display().to_string();
     let tokens = place::data("tokens.u16.bin").display().to_string();
     let run = "--stage 2 --tensor-parallel 4 --micro-batch 2 --seq-len 32 --data";
@@ -330,7 +326,7 @@ fn cuda_parts_sum_two_activations_a_block() {
         .split(' ')
         .chain([&*tokens, "--model", &model])
         .collect();
-    let step = |more: &[&str]| third_step(dir.path(), "4", &[&run[..], more].concat());
+    let step = |more: &[&str]| third_step(dir, "4", &[&run[..], more].concat());
 
     // Three blocks of width 64.
     let (step_of_parts, metrics) = step(&[]);

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use integration_tests::{Files, Folder, Printed};
 use serde_json::Value;
-use tempfile::TempDir;
 use zero_models::ModelConfig;
 
 /// Two ranks on one GPU, unless later flags say otherwise.
@@ -71,12 +71,8 @@ fn run(mut command: Command) -> String {
     text(&output)
 }
 
-fn temp() -> TempDir {
-    tempfile::tempdir().unwrap()
-}
-
 fn steps(dir: &Path, file: &str) -> Vec<Value> {
-    let text = std::fs::read_to_string(dir.join(file)).unwrap();
+    let text = dir.text(file);
     text.lines()
         .map(|line| serde_json::from_str(line).unwrap())
         .collect()
@@ -103,10 +99,7 @@ fn on_host_and_cuda(dir: &Path, args: &[&str], on_gpu: &[&str]) -> Vec<(Value, V
     run(zero(dir, &host));
     let more = ["--device", "cuda", "--share-gpus", "--metrics", "cuda"];
     let said = run(zero(dir, &[args, &more, on_gpu].concat()));
-    assert!(
-        said.contains("ranks share GPUs: timings are not meaningful"),
-        "{said}"
-    );
+    said.shows(&["ranks share GPUs: timings are not meaningful"]);
 
     let host = steps(dir, "host");
     let cuda = steps(dir, "cuda");
@@ -128,9 +121,9 @@ fn on_host_and_cuda(dir: &Path, args: &[&str], on_gpu: &[&str]) -> Vec<(Value, V
 #[ignore = "needs a CUDA device"]
 fn cuda_ranks_follow_the_host() {
     for (stage, ranks) in [("0", "2"), ("1", "2"), ("2", "2"), ("3", "2"), ("3", "3")] {
-        let dir = temp();
+        let dir = &Folder::on_disk();
         let args = ["--stage", stage, "--ranks", ranks];
-        for (host, cuda) in on_host_and_cuda(dir.path(), &args, &[]) {
+        for (host, cuda) in on_host_and_cuda(dir, &args, &[]) {
             assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "stage {stage}");
             for key in ["params_bytes", "grads_bytes", "optimizer_bytes"] {
                 assert_eq!(host["memory"][key], cuda["memory"][key], "stage {stage}");
@@ -165,7 +158,7 @@ fn cuda_shared_sequences_follow_the_host() {
         ("3", "4", &gpt2, "--ulysses 2 --grad-accum 2", "0"),
         ("3", "4", &llama, checkpointing, "0.1"),
     ] {
-        let dir = temp();
+        let dir = &Folder::on_disk();
         let flags: Vec<&str> = flags
             .split(' ')
             .chain(sizes)
@@ -173,7 +166,7 @@ fn cuda_shared_sequences_follow_the_host() {
             .collect();
         let run = ["--stage", stage, "--ranks", ranks, "--dropout", dropout];
         let planned = planned(stage, ranks, &flags)["gpu"]["activations_bytes"].clone();
-        for (host, cuda) in on_host_and_cuda(dir.path(), &[&run[..], &flags].concat(), &[]) {
+        for (host, cuda) in on_host_and_cuda(dir, &[&run[..], &flags].concat(), &[]) {
             assert_eq!(host["comm_bytes"], cuda["comm_bytes"], "{flags:?}");
             assert!(host["comm_bytes"]["all_to_all"].as_u64().unwrap() > 0);
             assert_eq!(cuda["memory"]["activations_bytes"], planned, "{flags:?}");
@@ -181,14 +174,11 @@ fn cuda_shared_sequences_follow_the_host() {
     }
 
     // A recorded step would have the exchanges in its graph.
-    let dir = temp();
+    let dir = &Folder::on_disk();
     let flags = "--ranks 2 --ulysses 2 --stage 2 --device cuda --share-gpus --cuda-graph";
     let flags: Vec<&str> = flags.split(' ').collect();
-    let said = text(&finish(zero(dir.path(), &flags).spawn().unwrap()));
-    assert!(
-        said.contains("--cuda-graph: steps whose ranks share micro-batches"),
-        "{said}"
-    );
+    let said = text(&finish(zero(dir, &flags).spawn().unwrap()));
+    said.shows(&["--cuda-graph: steps whose ranks share micro-batches"]);
 }
 
 /// Ranks that have a part of each parameter sum activations on the compute stream; with partitioned
@@ -203,8 +193,8 @@ fn cuda_parts_follow_the_host() {
     let partitions = "--activation-checkpointing --partition-activations";
     let divides = "--sequence-parallel";
     let repeats = "--sequence-parallel --activation-checkpointing";
-    let folder = temp();
-    let qwen3 = qwen3(folder.path());
+    let folder = &Folder::on_disk();
+    let qwen3 = qwen3(folder);
     for (stage, ranks, model, flags, on_gpu) in [
         ("2", "2", &gpt2, "--dropout 0.1", ""),
         ("3", "4", &llama, partitions, ""),
@@ -218,7 +208,7 @@ fn cuda_parts_follow_the_host() {
         ("2", "2", &qwen3, "--grad-accum 2", ""),
         ("3", "2", &qwen3, repeats, ""),
     ] {
-        let dir = temp();
+        let dir = &Folder::on_disk();
         let cut: Vec<&str> = flags
             .split(' ')
             .chain(["--tensor-parallel", "2", "--model", model])
@@ -226,7 +216,7 @@ fn cuda_parts_follow_the_host() {
             .collect();
         let run = ["--stage", stage, "--ranks", ranks];
         let on_gpu: Vec<&str> = on_gpu.split(' ').filter(|flag| !flag.is_empty()).collect();
-        let steps = on_host_and_cuda(dir.path(), &[&run[..], &cut].concat(), &on_gpu);
+        let steps = on_host_and_cuda(dir, &[&run[..], &cut].concat(), &on_gpu);
         let planned: Vec<&str> = [&cut[..], &on_gpu].concat();
         let planned = planned
             .into_iter()
@@ -258,7 +248,7 @@ fn qwen3(folder: &Path) -> String {
         "rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": true,
         "tie_word_embeddings": true, "initializer_range": 0.2}"#;
     let (config, _) = ModelConfig::from_hf_json(json).unwrap();
-    std::fs::write(folder.join("config.json"), config.to_hf_json("float32")).unwrap();
+    folder.write("config.json", config.to_hf_json("float32"));
     let params = config.units().into_iter().flat_map(|unit| unit.params);
     let tensors: Vec<_> = params
         .map(|param| {
@@ -300,13 +290,13 @@ fn cuda_groups_follow_the_host() {
         ),
     ];
     for (stage, groups, on_gpu) in cases {
-        let dir = temp();
+        let dir = &Folder::on_disk();
         let args = [
             &["--stage", stage, "--ranks", "4", "--ranks-per-node", "2"],
             groups,
         ]
         .concat();
-        for (host, cuda) in on_host_and_cuda(dir.path(), &args, on_gpu) {
+        for (host, cuda) in on_host_and_cuda(dir, &args, on_gpu) {
             // Offloaded parts of parameters are gathered from the replicas at each use.
             if on_gpu.contains(&"--offload-params") {
                 let between = |step: &Value| step["comm_bytes"]["between"].as_u64().unwrap();
@@ -323,8 +313,8 @@ fn cuda_groups_follow_the_host() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_ranks_keep_the_choices_of_products() {
-    let dir = temp();
-    let choices = dir.path().join("choices");
+    let dir = &Folder::on_disk();
+    let choices = dir.join("choices");
     let files = || -> BTreeMap<PathBuf, String> {
         let files = std::fs::read_dir(&choices)
             .unwrap()
@@ -335,7 +325,7 @@ fn cuda_ranks_keep_the_choices_of_products() {
     };
 
     let train = |more: &[&str]| {
-        let mut command = zero(dir.path(), &[&CUDA[..], &["--stage", "3"], more].concat());
+        let mut command = zero(dir, &[&CUDA[..], &["--stage", "3"], more].concat());
         command
             .env("ZERO_MATMUL_CACHE", &choices)
             .env_remove("ZERO_MATMUL_TIMING");
@@ -345,10 +335,7 @@ fn cuda_ranks_keep_the_choices_of_products() {
     train(&["--no-matmul-timing", "--metrics", "off"]);
     assert!(!choices.exists());
     let said = train(&["--metrics", "first"]);
-    assert!(
-        !said.contains("measured anew") && !said.contains("cannot be kept"),
-        "{said}"
-    );
+    said.omits(&["measured anew", "cannot be kept"]);
     let kept = files();
     assert!(
         kept.len() > 5 && kept.values().all(|text| text.contains("\nchoice ")),
@@ -356,7 +343,7 @@ fn cuda_ranks_keep_the_choices_of_products() {
     );
     train(&["--metrics", "second"]);
     assert_eq!(files(), kept);
-    let [off, first, second] = ["off", "first", "second"].map(|file| steps(dir.path(), file));
+    let [off, first, second] = ["off", "first", "second"].map(|file| steps(dir, file));
 
     for ((off, first), second) in off.iter().zip(&first).zip(&second) {
         assert_eq!(
@@ -372,15 +359,15 @@ fn cuda_ranks_keep_the_choices_of_products() {
 #[ignore = "needs a CUDA device"]
 fn cuda_ranks_replay_their_steps_with_the_same_bits() {
     for stage in ["0", "1", "2"] {
-        let dir = temp();
+        let dir = &Folder::on_disk();
         let args = ["--stage", stage, "--steps", "6"];
         // A save in progress advances during replayed steps.
         let saves = ["--checkpoint-every", "3", "--checkpoint"];
         for (folder, more) in [("a", &["plain"][..]), ("b", &["graphs", "--cuda-graph"])] {
             let outputs = [&saves[..], &[folder, "--metrics"], more].concat();
-            run(zero(dir.path(), &[&CUDA[..], &args, &outputs].concat()));
+            run(zero(dir, &[&CUDA[..], &args, &outputs].concat()));
         }
-        let (plain, graphs) = (steps(dir.path(), "plain"), steps(dir.path(), "graphs"));
+        let (plain, graphs) = (steps(dir, "plain"), steps(dir, "graphs"));
         assert_eq!((plain.len(), graphs.len()), (6, 6));
         for (plain, graphs) in plain.iter().zip(&graphs) {
             for key in ["step", "loss", "grad_norm"] {
@@ -440,28 +427,22 @@ fn cuda_ranks_of_other_settings_are_refused() {
         (&[same, other][..], "rank 1"),
         (&[other, same, same], "rank 0"),
     ] {
-        let dir = temp();
-        for output in launched(dir.path(), flags) {
+        let dir = &Folder::on_disk();
+        for output in launched(dir, flags) {
             let said = text(&output);
             assert_eq!(output.status.code(), Some(2), "{said}");
-            assert!(
-                said.contains(&format!("{named} has other settings than rank")),
-                "{said}"
-            );
-            assert!(
-                said.contains("--weight-decay (optimizer.hyper.weight_decay) is 0.5"),
-                "{said}"
-            );
+            said.shows(&[&format!("{named} has other settings than rank")]);
+            said.shows(&["--weight-decay (optimizer.hyper.weight_decay) is 0.5"]);
         }
-        assert!(!dir.path().join("m").exists(), "a step ran");
+        assert!(!dir.join("m").exists(), "a step ran");
     }
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_ranks_of_another_launcher_join_it() {
-    let dir = temp();
-    let outputs = launched(dir.path(), &[&[], &[]]);
+    let dir = &Folder::on_disk();
+    let outputs = launched(dir, &[&[], &[]]);
     let said = [0, 1].map(|rank| text(&outputs[rank]));
     let succeeded = outputs.iter().all(|output| output.status.success());
     assert!(succeeded && said[0].contains("held by"), "{said:?}");
@@ -488,13 +469,13 @@ fn cuda_killed_rank_ends_the_run() {
 
 /// Kills rank 1 of `ranks`.
 fn killed_rank(ranks: &str, more: &[&str]) {
-    let dir = temp();
+    let dir = &Folder::on_disk();
     let endless = ["--ranks", ranks, "--steps", "100000", "--metrics", "m"];
     let on_gpu = ["--device", "cuda", "--share-gpus"];
     let args = [&on_gpu[..], &endless, more].concat();
-    let launcher = zero(dir.path(), &args).spawn().unwrap();
+    let launcher = zero(dir, &args).spawn().unwrap();
     let begun = Instant::now();
-    let steps = || std::fs::read_to_string(dir.path().join("m")).map_or(0, |m| m.lines().count());
+    let steps = || std::fs::read_to_string(dir.join("m")).map_or(0, |m| m.lines().count());
 
     while steps() < 5 {
         assert!(begun.elapsed() < LONG, "{}", text(&finish(launcher)));
@@ -514,10 +495,7 @@ fn killed_rank(ranks: &str, more: &[&str]) {
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert_eq!(said.matches("error: ").count(), 1, "{said}");
-    assert!(
-        said.contains("error: rank 1 was killed by signal 9"),
-        "{said}"
-    );
+    said.shows(&["error: rank 1 was killed by signal 9"]);
     assert!(
         killed.elapsed() < Duration::from_secs(30),
         "{:?}",
@@ -539,14 +517,14 @@ fn cuda_ranks_say_what_is_wrong_once() {
             "--cuda-graph: steps of stage 3 cannot be recorded",
         ),
     ] {
-        let dir = temp();
+        let dir = &Folder::on_disk();
         let flags: Vec<_> = flags.split(' ').collect();
         let args = [&["--device", "cuda"], &flags[..]].concat();
-        let output = finish(zero(dir.path(), &args).spawn().unwrap());
+        let output = finish(zero(dir, &args).spawn().unwrap());
         let said = text(&output);
         assert_eq!(output.status.code(), Some(2), "{said}");
         assert_eq!(said.matches("error: ").count(), 1, "{said}");
-        assert!(said.contains(named), "{said}");
+        said.shows(&[named]);
     }
 }
 
@@ -564,7 +542,7 @@ fn cuda_plan_is_the_memory_of_the_device() {
     ];
 
     for masters in ["--masters fp32", "--masters remainder"] {
-        let dir = temp();
+        let dir = &Folder::on_disk();
         let mut plan = place::zero();
         plan.args(["plan", "--gpus", "1", "--json", "--model"])
             .arg(place::data("model"))
@@ -579,9 +557,9 @@ fn cuda_plan_is_the_memory_of_the_device() {
             let fixed = ["--device", "cuda", "--ranks", "1", "--steps", "2"];
             let at = ["--stage", stage, "--metrics", &metrics];
             let sizes: Vec<&str> = shape.split(' ').chain(masters.split(' ')).collect();
-            run(zero(dir.path(), &[&fixed[..], &at, &sizes].concat()));
+            run(zero(dir, &[&fixed[..], &at, &sizes].concat()));
 
-            let memory = &steps(dir.path(), &metrics)[1]["memory"];
+            let memory = &steps(dir, &metrics)[1]["memory"];
             let planned = &plan["stages"][stage.parse::<usize>().unwrap()]["gpu"];
             for key in held {
                 assert_eq!(memory[key], planned[key], "stage {stage} {masters} {key}");
@@ -600,24 +578,22 @@ fn cuda_plan_is_the_memory_of_the_device() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_machine_is_measured() {
-    let dir = temp();
+    let dir = &Folder::on_disk();
     let mut command = place::zero();
     command
         .args(["measure", "--device", "cuda", "--scratch", "."])
-        .current_dir(dir.path())
+        .current_dir(dir)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let shown = run(command);
-    assert!(shown.contains("TFLOP/s in 16 bits"), "{shown}");
-    let file = std::fs::read_to_string(dir.path().join("machine.toml")).unwrap();
-    assert!(
-        file.contains("measured = true") && !file.contains("cores"),
-        "{file}"
-    );
+    shown.shows(&["TFLOP/s in 16 bits"]);
+    let file = dir.text("machine.toml");
+    file.shows(&["measured = true"]);
+    file.omits(&["cores"]);
     let mut plan = place::zero();
     plan.args("plan --model nano --simulate --json --hardware machine.toml:1x1".split(' '))
-        .current_dir(dir.path())
+        .current_dir(dir)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let output = finish(plan.spawn().unwrap());

@@ -15,6 +15,9 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use integration_tests::{Files, Folder, Printed};
+use serde_json::Value;
+
 fn data(name: &str) -> String {
     place::data(name).display().to_string()
 }
@@ -32,23 +35,17 @@ fn has_mpirun() -> bool {
     found
 }
 
-fn train(ranks: usize, more: &[&str]) -> Vec<String> {
-    let fixed = "train --seq-len 32 --micro-batch 1 --clip 1".split(' ');
-    let mut args: Vec<String> = fixed.map(String::from).collect();
-
-    if !more.contains(&"--checkpoint") {
-        args.push("--no-checkpoint".into());
-    }
-    args.extend([
-        "--model".into(),
-        data("model"),
-        "--data".into(),
-        data("tokens.u16.bin"),
-    ]);
-    args.extend(["--ranks".into(), ranks.to_string()]);
-    args.extend(more.iter().map(|s| (*s).to_owned()));
-
-    args
+/// The arguments of a small run.
+fn train(ranks: usize, more: &str) -> Vec<String> {
+    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
+    let saves = match more.contains("--checkpoint ") {
+        true => "",
+        false => "--no-checkpoint",
+    };
+    let sizes = "--seq-len 32 --micro-batch 1 --clip 1";
+    let line =
+        format!("train {sizes} {saves} --model {model} --data {tokens} --ranks {ranks} {more}");
+    line.split_whitespace().map(str::to_owned).collect()
 }
 
 /// `folder` is for the launcher's files: launchers that share one sometimes remove it while another
@@ -65,20 +62,17 @@ fn mpirun(ranks: usize, folder: &Path) -> Command {
 
 fn losses(file: &Path) -> Vec<String> {
     let text = std::fs::read_to_string(file).unwrap();
-    let values = text
+    let steps = text
         .lines()
-        .map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
-    values
-        .map(|v| format!("{} {}", v["loss"], v["grad_norm"]))
+        .map(|line| -> Value { serde_json::from_str(line).unwrap() });
+    steps
+        .map(|step| format!("{} {}", step["loss"], step["grad_norm"]))
         .collect()
 }
 
 fn succeeds(output: &Output) {
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{error}");
 }
 
 /// Also of groups, of the two levels of several machines (of which `mpirun` reports one, so a flag
@@ -89,11 +83,8 @@ fn the_losses_are_those_of_threads() {
     if !has_mpirun() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let run = |ranks, flags: &str| {
-        let flags: Vec<_> = flags.split(' ').collect();
-        agree_with_threads(dir.path(), ranks, &flags);
-    };
+    let dir = &Folder::on_disk();
+    let run = |ranks, flags: &str| agree_with_threads(dir, ranks, flags);
     for stage in ["0", "1", "2", "3"] {
         for ranks in [2, 4] {
             for dtype in ["fp32", "bf16"] {
@@ -144,13 +135,11 @@ fn ranks_agree_on_the_route_of_collectives() {
     if !has_mpirun() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    let flags = train(4, &["--stage", "2", "--steps", "2"]);
+    let dir = &Folder::on_disk();
+    let flags = train(4, "--stage 2 --steps 2");
     let prints = |output: &Output, route: &str| {
         succeeds(output);
-        let out = String::from_utf8_lossy(&output.stdout);
-        assert!(out.contains(&format!("collectives: {route}")), "{out}");
+        String::from_utf8_lossy(&output.stdout).shows(&[&format!("collectives: {route}")]);
     };
 
     let even = on_machines(dir, [2, 2], &flags, &[]);
@@ -163,27 +152,23 @@ fn ranks_agree_on_the_route_of_collectives() {
     let flag_of_some = on_machines(dir, [2, 2], &flags, &["--collectives", "flat"]);
     assert_eq!(flag_of_some.status.code(), Some(2));
     let error = String::from_utf8_lossy(&flag_of_some.stderr);
-    assert!(
-        error.contains("--collectives: ranks 0 and 2 have different flags"),
-        "{error}"
-    );
+    error.shows(&["--collectives: ranks 0 and 2 have different flags"]);
 }
 
 /// Asserts that the processes of `mpirun` have the losses of threads.
-fn agree_with_threads(dir: &Path, ranks: usize, more: &[&str]) {
-    let files =
-        ["threads", "mpi"].map(|name| dir.join(format!("{name}-{ranks}-{}", more.join(""))));
-    let paths = files.each_ref().map(|f| f.display().to_string());
-    let flags = |path: &str| -> Vec<String> {
-        let fixed = ["--steps", "4", "--grad-accum", "2", "--metrics", path];
-        train(ranks, &[&fixed[..], more].concat())
+fn agree_with_threads(dir: &Path, ranks: usize, more: &str) {
+    let files = ["threads", "mpi"]
+        .map(|name| dir.join(format!("{name}-{ranks}-{}", more.replace(' ', ""))));
+    let flags = |path: &Path| {
+        let fixed = format!("--steps 4 --grad-accum 2 --metrics {}", path.display());
+        train(ranks, &format!("{fixed} {more}"))
     };
-    succeeds(&place::zero().args(flags(&paths[0])).output().unwrap());
-    succeeds(&mpirun(ranks, dir).args(flags(&paths[1])).output().unwrap());
+    succeeds(&place::zero().args(flags(&files[0])).output().unwrap());
+    succeeds(&mpirun(ranks, dir).args(flags(&files[1])).output().unwrap());
     assert_eq!(
         losses(&files[0]),
         losses(&files[1]),
-        "{ranks} ranks, {more:?}"
+        "{ranks} ranks, {more}"
     );
 }
 
@@ -204,14 +189,16 @@ fn a_killed_rank_ends_the_run() {
     if !has_mpirun() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let metrics = dir.path().join("metrics");
+    let dir = &Folder::on_disk();
+    let metrics = dir.join("metrics");
     let path = metrics.display().to_string();
 
-    let args = ["--steps", "1000000", "--time-limit", "20"];
-    let args = train(3, &[&args[..], &["--metrics", &path]].concat());
+    let args = train(
+        3,
+        &format!("--steps 1000000 --time-limit 20 --metrics {path}"),
+    );
 
-    let mut run = mpirun(3, dir.path())
+    let mut run = mpirun(3, dir)
         .args(args)
         .stdout(Stdio::null())
         .stderr(Stdio::null())
@@ -277,18 +264,18 @@ fn unshared_checkpoint_folder_is_refused_at_the_start() {
         return;
     }
     for ranks in [2, 3] {
-        let dir = tempfile::tempdir().unwrap();
-        let a = dir.path().join("a");
-        let b = dir.path().join("b");
+        let dir = &Folder::on_disk();
+        let a = dir.join("a");
+        let b = dir.join("b");
         for folder in [&a, &b] {
             std::fs::create_dir(folder).unwrap();
         }
-        let metrics = dir.path().join("metrics");
+        let metrics = dir.join("metrics");
         let last = ranks - 1;
         let path = metrics.display().to_string();
         let args = train(
             ranks,
-            &["--steps", "2", "--checkpoint", "ckpt", "--metrics", &path],
+            &format!("--steps 2 --checkpoint ckpt --metrics {path}"),
         );
         let refused = |code: i32| {
             let output = two_machines(ranks, (&a, &b), &[], &args).output().unwrap();
@@ -298,10 +285,7 @@ fn unshared_checkpoint_folder_is_refused_at_the_start() {
                 "",
                 "a step ran"
             );
-            assert!(
-                !text.contains("panicked") && !text.contains("rank 0: rank"),
-                "{text}"
-            );
+            text.omits(&["panicked", "rank 0: rank"]);
             assert_eq!(output.status.code(), Some(code), "{text}");
             text
         };
@@ -310,19 +294,11 @@ fn unshared_checkpoint_folder_is_refused_at_the_start() {
             "rank {last}: its checkpoint folder {}",
             b.join("ckpt").display()
         );
-        assert!(
-            text.contains(&named)
-                && text.contains("of rank 0; all ranks must save into one directory"),
-            "{text}"
-        );
+        text.shows(&[&named, "of rank 0; all ranks must save into one directory"]);
 
         std::fs::remove_dir_all(b.join("ckpt")).unwrap();
-        std::fs::write(b.join("ckpt"), "a file").unwrap();
-        let text = refused(1);
-        assert!(
-            text.contains(&format!("rank {last}: cannot create ckpt")),
-            "{text}"
-        );
+        b.write("ckpt", "a file");
+        refused(1).shows(&[&format!("rank {last}: cannot create ckpt")]);
     }
 }
 
@@ -336,26 +312,23 @@ fn failed_staging_leaves_whole_checkpoints() {
     use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
     for ranks in [2, 3] {
-        let dir = tempfile::tempdir().unwrap();
-        let path = |name: &str| dir.path().join(name).display().to_string();
+        let dir = &Folder::on_disk();
+        let path = |name: &str| dir.join(name).display().to_string();
         let ckpt = path("ckpt");
         let metrics = path("metrics");
-        let saves = ["--checkpoint", &ckpt, "--checkpoint-every", "2"];
-        let outputs = ["--steps", "1000000", "--metrics", &metrics];
-        let args = train(ranks, &[&saves[..], &outputs].concat());
-        let mut command = two_machines(
+        let saves = format!("--checkpoint {ckpt} --checkpoint-every 2");
+        let args = train(
             ranks,
-            (dir.path(), dir.path()),
-            &["env", "--ignore-signal=XFSZ"],
-            &args,
+            &format!("{saves} --steps 1000000 --metrics {metrics}"),
         );
+        let mut command = two_machines(ranks, (dir, dir), &["env", "--ignore-signal=XFSZ"], &args);
         let run = command
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
-        while !dir.path().join("ckpt/latest").exists() {
+        while !dir.join("ckpt/latest").exists() {
             assert!(Instant::now() < deadline, "the run did not save");
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -382,17 +355,14 @@ fn failed_staging_leaves_whole_checkpoints() {
         let output = run.wait_with_output().unwrap();
         let text = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{text}");
-        assert!(
-            text.contains(&format!("rank {}: cannot write", ranks - 1))
-                && text.contains("File too large"),
-            "{text}"
-        );
-        let left = std::fs::read_dir(dir.path().join("ckpt/.staging"))
+        let cause = format!("rank {}: cannot write", ranks - 1);
+        text.shows(&[&cause, "File too large"]);
+        let left = std::fs::read_dir(dir.join("ckpt/.staging"))
             .unwrap()
             .count();
         assert_eq!(left, 0, "{text}");
         verify(&ckpt);
-        let saved = std::fs::read_to_string(dir.path().join("ckpt/latest")).unwrap();
+        let saved = dir.text("ckpt/latest");
         let step: u64 = saved
             .split(' ')
             .next()
@@ -400,16 +370,9 @@ fn failed_staging_leaves_whole_checkpoints() {
             .trim_start_matches("step-")
             .parse()
             .unwrap();
-        let steps = (step + 1).to_string();
-        let resume = [
-            "train",
-            "--resume",
-            &ckpt,
-            "--steps",
-            &steps,
-            "--no-checkpoint",
-        ];
-        succeeds(&mpirun(ranks, dir.path()).args(resume).output().unwrap());
+        let resume = format!("train --resume {ckpt} --steps {} --no-checkpoint", step + 1);
+        let resume = resume.split(' ');
+        succeeds(&mpirun(ranks, dir).args(resume).output().unwrap());
     }
 }
 
@@ -469,10 +432,10 @@ fn slow_save_outlasts_the_time_limit() {
     if !has_mpirun() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
+    let dir = &Folder::on_disk();
     let mut runs = [2, 3].map(|ranks| {
-        let ckpt = dir.path().join(ranks.to_string());
-        let tmp = dir.path().join(format!("tmp-{ranks}"));
+        let ckpt = dir.join(ranks.to_string());
+        let tmp = dir.join(format!("tmp-{ranks}"));
         std::fs::create_dir(&tmp).unwrap();
         let mut command = Command::new("mpirun");
         command
@@ -499,28 +462,28 @@ fn a_resume_needs_no_flag() {
     if !has_mpirun() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let path = |name: &str| dir.path().join(name).display().to_string();
+    let dir = &Folder::on_disk();
+    let path = |name: &str| dir.join(name).display().to_string();
 
-    let run = |steps: &str, metrics: &str, checkpoint: &str| {
-        let flags: Vec<_> = "--grad-accum 2 --lr 0.01 --stage 2".split(' ').collect();
-        let ends = ["--steps", steps, "--metrics", &path(metrics)];
-        let saves = ["--checkpoint", &path(checkpoint)];
-        let args = train(2, &[&flags[..], &ends, &saves].concat());
-        succeeds(&mpirun(2, dir.path()).args(args).output().unwrap());
+    let run = |steps: u64, metrics: &str, checkpoint: &str| {
+        let flags = format!("--grad-accum 2 --lr 0.01 --stage 2 --steps {steps}");
+        let [metrics, checkpoint] = [metrics, checkpoint].map(path);
+        let outputs = format!("--metrics {metrics} --checkpoint {checkpoint}");
+        let args = train(2, &format!("{flags} {outputs}"));
+        succeeds(&mpirun(2, dir).args(args).output().unwrap());
     };
 
-    run("4", "whole", "a");
-    run("2", "first", "b");
+    run(4, "whole", "a");
+    run(2, "first", "b");
     let resume = ["train", "--resume", &path("b"), "--steps", "4"];
-    let mut rest = mpirun(2, dir.path());
+    let mut rest = mpirun(2, dir);
     rest.args(resume).args(["--metrics", &path("rest")]);
     succeeds(&rest.output().unwrap());
-    let losses = |name: &str| losses(&dir.path().join(name));
+    let losses = |name: &str| losses(&dir.join(name));
     assert_eq!(losses("whole"), [losses("first"), losses("rest")].concat());
     let run_of = |step: u64| {
-        let text = std::fs::read(dir.path().join(format!("b/step-{step:08}/run.json"))).unwrap();
-        serde_json::from_slice::<serde_json::Value>(&text).unwrap()["run"].to_string()
+        let text = dir.bytes(&format!("b/step-{step:08}/run.json"));
+        serde_json::from_slice::<Value>(&text).unwrap()["run"].to_string()
     };
 
     assert_eq!(run_of(2), run_of(4));
@@ -532,24 +495,22 @@ fn rank_0_finds_the_checkpoint() {
     if !has_mpirun() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let path = |name: &str| dir.path().join(name).display().to_string();
+    let dir = &Folder::on_disk();
+    let path = |name: &str| dir.join(name).display().to_string();
 
-    let first = ["--steps", "2", "--checkpoint-every", "1"];
-    let first = train(2, &[&first[..], &["--checkpoint", &path("d")]].concat());
-    succeeds(&mpirun(2, dir.path()).args(first).output().unwrap());
+    let first = format!("--steps 2 --checkpoint-every 1 --checkpoint {}", path("d"));
+    let first = train(2, &first);
+    succeeds(&mpirun(2, dir).args(first).output().unwrap());
 
     let damage = |step: u64| {
-        let shard = dir
-            .path()
-            .join(format!("d/step-{step:08}/shard-00001-of-00002.safetensors"));
+        let shard = dir.join(format!("d/step-{step:08}/shard-00001-of-00002.safetensors"));
         let mut bytes = std::fs::read(&shard).unwrap();
         *bytes.last_mut().unwrap() ^= 1;
         std::fs::write(shard, bytes).unwrap();
     };
 
     let resume = || {
-        let mut resume = mpirun(2, dir.path());
+        let mut resume = mpirun(2, dir);
         resume.args(["train", "--resume", &path("d"), "--steps", "3"]);
         resume.args(["--metrics", &path("m"), "--no-checkpoint"]);
         resume.output().unwrap()
@@ -559,14 +520,12 @@ fn rank_0_finds_the_checkpoint() {
     let resumed = resume();
     succeeds(&resumed);
     let text = [resumed.stdout, resumed.stderr].concat();
-    assert!(String::from_utf8_lossy(&text).contains("step-00000002 is passed over"));
-    assert_eq!(losses(&dir.path().join("m")).len(), 2);
+    String::from_utf8_lossy(&text).shows(&["step-00000002 is passed over"]);
+    assert_eq!(losses(&dir.join("m")).len(), 2);
     damage(1);
     let failed = resume();
     let text = String::from_utf8_lossy(&failed.stderr);
     assert_eq!(failed.status.code(), Some(2), "{text}");
-    assert!(
-        text.contains("no complete checkpoint") && !text.contains("panicked"),
-        "{text}"
-    );
+    text.shows(&["no complete checkpoint"]);
+    text.omits(&["panicked"]);
 }

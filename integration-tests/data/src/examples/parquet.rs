@@ -117,6 +117,8 @@ fn value(field: &Field) -> Result<Value, String> {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::{Folder, Printed};
+
     use super::*;
 
     fn file(name: &str) -> std::path::PathBuf {
@@ -149,16 +151,13 @@ mod tests {
     #[test]
     fn file_without_examples_names_its_columns() {
         let error = rows(&file("other.parquet")).err().unwrap().to_string();
-        assert!(
-            error.contains("it has the columns id, content, and"),
-            "{error}"
-        );
+        error.shows(&["it has the columns id, content, and"]);
     }
 
     #[test]
     fn other_file_is_an_error() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("a.parquet");
+        let dir = &Folder::on_disk();
+        let path = dir.join("a.parquet");
         let whole = std::fs::read(file("snappy.parquet")).unwrap();
         for bytes in [
             &[][..],
@@ -168,7 +167,7 @@ mod tests {
         ] {
             std::fs::write(&path, bytes).unwrap();
             let error = rows(&path).err().unwrap().to_string();
-            assert!(error.contains("not a readable parquet file"), "{error}");
+            error.shows(&["not a readable parquet file"]);
         }
 
         // A damaged page is found when it is read.
@@ -177,6 +176,6 @@ mod tests {
         std::fs::write(&path, damaged).unwrap();
         let found = rows(&path).unwrap().collect::<Result<Vec<_>, _>>();
         let error = found.unwrap_err().to_string();
-        assert!(error.contains("not a readable parquet file"), "{error}");
+        error.shows(&["not a readable parquet file"]);
     }
 }

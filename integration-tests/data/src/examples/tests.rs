@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use integration_tests::{Files, Folder, Printed};
 use serde_json::Value;
 use zero_trainer::{Batch, BatchAt, IGNORED};
 
@@ -70,8 +71,8 @@ fn tokens_are_those_of_transformers() {
 
 #[test]
 fn assistant_is_trained() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("chat.jsonl");
+    let dir = &Folder::on_disk();
+    let path = dir.join("chat.jsonl");
     let turn = |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
     let messages = [
         turn("user", "Who waits?"),
@@ -99,17 +100,14 @@ fn assistant_is_trained() {
 
     let without = EncoderSource::default();
     let error = open(&path, without).err().unwrap().to_string();
-    assert!(
-        error.contains("chat.jsonl, line 1: messages need a chat template"),
-        "{error}"
-    );
+    error.shows(&["chat.jsonl, line 1: messages need a chat template"]);
 }
 
 /// The end of a prompt is what the tokenizer adds, not what looks like it.
 #[test]
 fn end_token_in_a_prompt_is_given() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("a.jsonl");
+    let dir = &Folder::on_disk();
+    let path = dir.join("a.jsonl");
     fs::write(
         &path,
         r#"{"prompt": "Who waits?<|end|>", "completion": " The host."}"#,
@@ -121,7 +119,7 @@ fn end_token_in_a_prompt_is_given() {
 
     // Tokenizers that put the same token behind each text, or before it.
     let folder = oracle("tokenizer");
-    let json = fs::read_to_string(folder.join("tokenizer.json")).unwrap();
+    let json = folder.text("tokenizer.json");
     let mut json: Value = serde_json::from_str(&json).unwrap();
     let added = json["added_tokens"].as_array().unwrap();
     let end = added
@@ -133,7 +131,7 @@ fn end_token_in_a_prompt_is_given() {
         serde_json::json!({"Sequence": {"id": "A", "type_id": 0}}),
         serde_json::json!({"SpecialToken": {"id": "<|end|>", "type_id": 0}}),
     ];
-    let config = fs::read(folder.join("tokenizer_config.json")).unwrap();
+    let config = folder.bytes("tokenizer_config.json");
     for (single, expected) in [
         (
             [text.clone(), token.clone()],
@@ -145,10 +143,10 @@ fn end_token_in_a_prompt_is_given() {
             "type": "TemplateProcessing", "single": single, "pair": [],
             "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [end], "tokens": ["<|end|>"]}},
         });
-        let folder = dir.path().join("tokenizer");
+        let folder = dir.join("tokenizer");
         fs::create_dir_all(&folder).unwrap();
-        fs::write(folder.join("tokenizer.json"), json.to_string()).unwrap();
-        fs::write(folder.join("tokenizer_config.json"), &config).unwrap();
+        folder.write("tokenizer.json", json.to_string());
+        folder.write("tokenizer_config.json", &config);
         let source = EncoderSource {
             tokenizer: Some(folder),
             ..EncoderSource::default()
@@ -161,11 +159,11 @@ fn end_token_in_a_prompt_is_given() {
 
 #[test]
 fn text_is_trained_whole() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = &Folder::on_disk();
     for name in ["a.jsonl", "b.jsonl"] {
-        fs::write(dir.path().join(name), "{\"text\": \"Who waits?\"}\n\n").unwrap();
+        dir.write(name, "{\"text\": \"Who waits?\"}\n\n");
     }
-    let examples = open(dir.path(), source()).unwrap();
+    let examples = open(dir, source()).unwrap();
     assert_eq!(examples.count(), 2);
     assert_eq!(trained(&examples, 1), "Who waits?<|end|>");
     assert!(examples.place(1).0.ends_with("b.jsonl"));
@@ -174,8 +172,8 @@ fn text_is_trained_whole() {
 /// As the lines of one file, whatever the layout of the rows.
 #[test]
 fn rows_are_read_from_lines_and_arrays() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("a.json");
+    let dir = &Folder::on_disk();
+    let path = dir.join("a.json");
     let rows = [
         r#"{"prompt": "Who waits?", "completion": " The host."}"#,
         r#"{"prompt": "So?", "completion": " Yes.", "score": NaN}"#,
@@ -198,8 +196,8 @@ fn rows_are_read_from_lines_and_arrays() {
 /// The rows of other trainers give the tokens of `messages` and of `prompt` and `completion`.
 #[test]
 fn rows_of_other_trainers_are_read() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("a.jsonl");
+    let dir = &Folder::on_disk();
+    let path = dir.join("a.jsonl");
     let conversation = r#"{"conversations": [{"from": "human", "value": "Who waits?"}, {"from": "gpt", "value": "The host."}]}"#;
     fs::write(&path, conversation).unwrap();
     let examples = open(&path, source()).unwrap();
@@ -239,8 +237,7 @@ fn token_outside_the_vocabulary_is_named() {
     let examples = open(&oracle("examples.jsonl"), source()).unwrap();
     examples.validate(256).unwrap();
     let error = examples.validate(100).unwrap_err().to_string();
-    assert!(error.contains("examples.jsonl, line 1: token "), "{error}");
-    assert!(error.contains("vocabulary of 100"), "{error}");
+    error.shows(&["examples.jsonl, line 1: token ", "vocabulary of 100"]);
 }
 
 /// The trained tokens of all batches of a step, divided by their divisors, sum to ranks x
@@ -289,8 +286,8 @@ fn divisor_is_the_mean_over_the_step() {
 
 #[test]
 fn plain_data_has_epochs() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("text.txt");
+    let dir = &Folder::on_disk();
+    let path = dir.join("text.txt");
     let text: Vec<u8> = (1..42).collect();
     fs::write(&path, &text).unwrap();
     let options = RowOptions {
@@ -509,10 +506,7 @@ fn captured_turns_are_found_by_beginnings() {
         &template("{{ loop.length }}{{ m.role }}:{{ m.content }};"),
         &line,
     );
-    assert!(
-        error.contains("the text of message 2 is not found"),
-        "{error}"
-    );
+    error.shows(&["the text of message 2 is not found"]);
 }
 
 /// Text that is written at another message is an error, and not a guess.
@@ -530,7 +524,7 @@ fn turns_that_are_written_later_are_errors() {
          {% set ns.last = m.content %}{% endfor %}{{ ns.last }}",
     ] {
         let error = shown(template, &line);
-        assert!(error.contains("message 2 is not found"), "{error}");
+        error.shows(&["message 2 is not found"]);
     }
 }
 
@@ -598,16 +592,16 @@ fn characters_that_mark_blocks_are_refused() {
     assert_eq!(shown(plain, &line), "[a\u{fdd0}]");
     let marked = "{% generation %}{{ messages[0].content[0].text }}{% endgeneration %}";
     let error = shown(marked, &line);
-    assert!(error.contains("U+FDD0"), "{error}");
+    error.shows(&["U+FDD0"]);
 }
 
 /// The token that ends a turn may be the header of the next message.
 #[test]
 fn next_header_that_ends_a_turn_is_trained() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = &Folder::on_disk();
     for file in fs::read_dir(oracle("tokenizer")).unwrap() {
         let file = file.unwrap();
-        fs::copy(file.path(), dir.path().join(file.file_name())).unwrap();
+        fs::copy(file.path(), dir.join(file.file_name())).unwrap();
     }
     let line = serde_json::json!({"messages": [
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"},
@@ -616,9 +610,9 @@ fn next_header_that_ends_a_turn_is_trained() {
                     {% if add_generation_prompt %}{{ '\n' }}{% endif %}";
     let rendered = render(&chat_template(template), &line).unwrap();
     let trained = |ends: &str| {
-        fs::write(dir.path().join("generation_config.json"), ends).unwrap();
+        dir.write("generation_config.json", ends);
         let source = EncoderSource {
-            tokenizer: Some(dir.path().to_owned()),
+            tokenizer: Some(dir.to_path_buf()),
             ..EncoderSource::default()
         };
         let encoder = Encoder::open(&source).unwrap();

@@ -137,17 +137,15 @@ impl TextTokenizer {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
+    use integration_tests::{Files, Folder, Printed};
     use serde_json::{Value, json};
-    use tempfile::TempDir;
 
     use super::*;
 
     /// Writes a folder with a tokenizer of `words`, and the named files.
     /// Words in angle brackets are special tokens.
-    fn folder(words: &[&str], files: &[(&str, Value)]) -> TempDir {
-        let dir = tempfile::tempdir().unwrap();
+    fn folder(words: &[&str], files: &[(&str, Value)]) -> Folder {
+        let dir = Folder::on_disk();
         if !words.is_empty() {
             let vocab: serde_json::Map<_, _> = words
                 .iter()
@@ -169,21 +167,21 @@ mod tests {
                 "added_tokens": special,
                 "model": {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
             });
-            fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+            dir.write("tokenizer.json", tokenizer.to_string());
         }
         for (name, content) in files {
-            fs::write(dir.path().join(name), content.to_string()).unwrap();
+            dir.write(name, content.to_string());
         }
         dir
     }
 
-    fn error(tokenizer: &TempDir, model: &TempDir) -> String {
-        let found = check_tokenizer(tokenizer.path(), Some(model.path()), 4);
+    fn error(tokenizer: &Path, model: &Path) -> String {
+        let found = check_tokenizer(tokenizer, Some(model), 4);
         found.unwrap_err().to_string()
     }
 
-    fn fits(tokenizer: &TempDir, model: &TempDir) {
-        let found = check_tokenizer(tokenizer.path(), Some(model.path()), 4);
+    fn fits(tokenizer: &Path, model: &Path) {
+        let found = check_tokenizer(tokenizer, Some(model), 4);
         assert_eq!(found.unwrap(), None);
     }
 
@@ -199,12 +197,10 @@ mod tests {
         fits(&folder(&["a", "b", "c", "<end>", "d"], &[]), &model);
 
         let other = error(&folder(&["x", "y", "z", "<end>"], &[]), &model);
-        assert!(other.contains(r#"token 0 "x""#), "{other}");
-        assert!(other.contains(r#"token 0 "a" in "#), "{other}");
-        assert!(other.contains("remove --tokenizer"), "{other}");
+        other.shows(&[r#"token 0 "x""#, r#"token 0 "a" in "#, "remove --tokenizer"]);
 
         let end = error(&folder(&["a", "b", "c", "</s>"], &[]), &model);
-        assert!(end.contains(r#"token 3 "</s>""#), "{end}");
+        end.shows(&[r#"token 3 "</s>""#]);
     }
 
     #[test]
@@ -217,11 +213,10 @@ mod tests {
             fits(&tokenizer, &model(end));
         }
         let other = error(&tokenizer, &model(json!(2)));
-        assert!(
-            other.contains(r#"the end token is token 3 "<end>""#),
-            "{other}"
-        );
-        assert!(other.contains("correct eos_token_id there"), "{other}");
+        other.shows(&[
+            r#"the end token is token 3 "<end>""#,
+            "correct eos_token_id there",
+        ]);
         error(&tokenizer, &model(json!(9)));
     }
 
@@ -259,9 +254,9 @@ mod tests {
     #[test]
     fn small_tokenizer_is_a_notice() {
         let tokenizer = folder(&["a", "b", "c", "d"], &[]);
-        let of = |vocab_size| check_tokenizer(tokenizer.path(), None, vocab_size).unwrap();
+        let of = |vocab_size| check_tokenizer(&tokenizer, None, vocab_size).unwrap();
         assert_eq!(of(8), None);
         let notice = of(9).unwrap();
-        assert!(notice.contains("has 4 tokens and the model 9"), "{notice}");
+        notice.shows(&["has 4 tokens and the model 9"]);
     }
 }

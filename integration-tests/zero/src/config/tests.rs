@@ -1,5 +1,6 @@
 //! Every rule of the configuration file, in tables of configurations and outcomes.
 
+use integration_tests::Printed;
 use serde_json::{Value, json};
 use zero_alloc::device::DType;
 use zero_kernels::AdamHyper;
@@ -486,10 +487,7 @@ fn settings_that_change_results_are_errors() {
         );
         let error = error.to_string();
         assert!(error.starts_with(expected), "{text}: {error}");
-        assert!(
-            error.contains(" is not supported, and ignoring it would change the results: "),
-            "{error}"
-        );
+        error.shows(&[" is not supported, and ignoring it would change the results: "]);
     }
 }
 

@@ -20,10 +20,10 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// Bytes per second of reads past the page cache, in transfers of 64 MiB.
 pub(super) fn read_bytes_per_s(dir: &Path) -> Result<f64, CliError> {
     let failed = |what: &dyn std::fmt::Display| {
-        CliError::Failure(format!(
+        failure!(
             "failed to measure the disk of {}: {what}; choose another folder with --scratch",
             dir.display()
-        ))
+        )
     };
     let device = HostDevice::new();
     let stream = device.create_stream("disk").map_err(|e| failed(&e))?;

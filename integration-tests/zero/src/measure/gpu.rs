@@ -213,7 +213,7 @@ fn gathered_bytes_per_s(gpus: usize, bytes: usize) -> Result<f64, CliError> {
             .collect();
         let seconds = ranks.into_iter().map(|rank| match rank.join() {
             Ok(seconds) => seconds,
-            Err(_) => Err(CliError::Failure("a rank panicked".to_owned())),
+            Err(_) => Err(failure!("a rank panicked")),
         });
         seconds.collect::<Result<Vec<_>, _>>()
     })?;

@@ -141,7 +141,7 @@ fn gathered_bytes_per_s(ranks: usize) -> Result<f64, CliError> {
             .collect();
         let all = all.into_iter().map(|rank| match rank.join() {
             Ok(seconds) => seconds,
-            Err(_) => Err(CliError::Failure("a rank panicked".to_owned())),
+            Err(_) => Err(failure!("a rank panicked")),
         });
         all.collect::<Result<Vec<_>, _>>()
     })?;

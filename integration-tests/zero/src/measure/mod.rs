@@ -4,7 +4,6 @@ mod disk;
 mod gpu;
 mod host;
 
-use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -123,9 +122,8 @@ pub(crate) fn kept_in(path: &Path, on_host: bool) -> Result<Machine, CliError> {
     // A file that a crash cut short would be refused later.
     let partial = path.with_extension("partial.toml");
     write(&partial, &machine)?;
-    std::fs::rename(&partial, path).map_err(|error| {
-        CliError::Failure(format!("failed to write {}: {error}", path.display()))
-    })?;
+    std::fs::rename(&partial, path)
+        .map_err(|error| failure!("failed to write {}: {error}", path.display()))?;
     Ok(machine)
 }
 
@@ -158,29 +156,26 @@ fn check_out(path: &Path) -> Result<Option<Machine>, CliError> {
     let shown = path.display();
     let end = path.extension().and_then(|end| end.to_str());
     if !matches!(end, Some("toml" | "json")) {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--out {shown}: expected a name that ends in .toml or .json, by which --hardware knows a file"
-        )));
+        ));
     }
     match files::read_text_if_present(path, SMALL_FILE_BYTES) {
         Ok(None) => Ok(None),
         Ok(Some(text)) => Machine::parse(&text, &shown.to_string())
             .map(Some)
             .map_err(|error| {
-                CliError::Usage(format!(
-                    "{shown} exists and is no machine file, which would be replaced: choose another name \
-                     with --out ({error})"
-                ))
+                usage!("{shown} exists and is no machine file, which would be replaced: choose another name \
+                     with --out ({error})")
             }),
-        Err(error) => Err(CliError::Usage(format!("--out {shown}: {error}"))),
+        Err(error) => Err(usage!("--out {shown}: {error}")),
     }
 }
 
 fn write(path: &Path, machine: &Machine) -> Result<(), CliError> {
     let file = path.display().to_string();
     let text = machine.to_text(&file).map_err(CliError::failure)?;
-    std::fs::write(path, text)
-        .map_err(|error| CliError::Failure(format!("failed to write {file}: {error}")))
+    std::fs::write(path, text).map_err(|error| failure!("failed to write {file}: {error}"))
 }
 
 fn text(machine: &Machine, path: &Path) -> String {
@@ -218,13 +213,11 @@ fn text(machine: &Machine, path: &Path) -> String {
     let elementwise = machine.elementwise_bytes_per_s;
     let elementwise = elementwise.map(|rate| ("elementwise", gb_per_s(rate)));
     for (what, value) in elementwise.into_iter().chain(rows) {
-        // Writing to a string does not fail.
-        let _ = writeln!(text, "  {what:<24}{value}");
+        text += &format!("  {what:<24}{value}\n");
     }
     let path = path.display();
-    let _ = writeln!(
-        text,
-        "written to {path}: zero plan --model M --simulate --hardware {path}:{}x1",
+    text += &format!(
+        "written to {path}: zero plan --model M --simulate --hardware {path}:{}x1\n",
         machine.cores.unwrap_or(machine.node_gpus)
     );
     text

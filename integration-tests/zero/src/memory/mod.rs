@@ -162,9 +162,7 @@ fn checked(
 ) -> Result<(), CliError> {
     let stage = run.settings.stage.number();
     let need = need.ok_or_else(|| {
-        CliError::Usage(format!(
-            "{ranks} ranks at stage {stage} need more memory than 64 bits can count"
-        ))
+        usage!("{ranks} ranks at stage {stage} need more memory than 64 bits can count")
     })?;
     let threads = run.workload.threads as u64;
     fits(
@@ -236,17 +234,19 @@ fn fits(
         ""
     };
 
-    Err(CliError::Usage(format!(
+    Err(usage!(
         "{ranks} ranks at stage {stage} need {} of {what} ({}), but {name} has {} free; try {hint}a higher --stage, \
          fewer --ranks or --threads, or a smaller --model, --micro-batch or --bucket-elems",
         HumanBytes(needed(limit.kind)),
         parts.join(", "),
         HumanBytes(*free_bytes),
-    )))
+    ))
 }
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::Printed;
+
     use super::*;
 
     const GIB: u64 = 1 << 30;
@@ -317,10 +317,7 @@ mod tests {
             limit(LimitKind::Memory, 6 * GIB + 1),
         ];
         let error = check(&both).unwrap_err().to_string();
-        assert!(
-            error.contains("the limit of --memory-limit has 6.00 GiB free; try --offload nvme:DIR"),
-            "{error}"
-        );
+        error.shows(&["the limit of --memory-limit has 6.00 GiB free; try --offload nvme:DIR"]);
         let huge = RankBytes {
             state: u64::MAX,
             ..NEED

@@ -441,16 +441,16 @@ fn check_gpus(args: &PlanArgs) -> Result<(), CliError> {
     let gpus = args.gpus();
     let nodes = args.nodes;
     if gpus == 0 || nodes == 0 || !gpus.is_multiple_of(nodes) {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--gpus {gpus} --nodes {nodes}: expected the same number of GPUs, at least 1, on each node"
-        )));
+        ));
     }
     let of_node = gpus / nodes;
     if of_node > MAX_GPUS_OF_NODE {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--gpus {gpus} --nodes {nodes}: on how many nodes are they? {of_node} GPUs are too many for one (at most \
              {MAX_GPUS_OF_NODE}); pass --nodes"
-        )));
+        ));
     }
     Ok(())
 }
@@ -512,17 +512,17 @@ fn mesh(args: &PlanArgs, from: &Sources) -> Result<MeshSettings, CliError> {
     let of_node = args.gpus() / args.nodes;
     let tensor_ranks = mesh.tensor_ranks.unwrap_or(1) as u64;
     if !of_node.is_multiple_of(tensor_ranks) {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--tensor-parallel {tensor_ranks} on nodes of {of_node} GPUs: expected a number that divides them"
-        )));
+        ));
     }
     // Of the GPUs with the same part of the parameters.
     let of_node = of_node / tensor_ranks;
     match mesh.shard_group.map(|group| group as u64) {
         Some(group) if !group.is_multiple_of(of_node) && !of_node.is_multiple_of(group) => {
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "groups of {group} GPUs on nodes of {of_node}: expected whole groups on a node, or whole nodes in a group"
-            )));
+            ));
         }
         _ => {}
     }
@@ -591,8 +591,8 @@ const HEAD_WIDTH: u64 = 64;
 /// The model of the shape that the flags give, with positions for --seq-len.
 fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
     let (Some(layers), Some(hidden)) = (args.layers, args.hidden) else {
-        return Err(CliError::Usage(
-            "expected --model, --params, or --layers and --hidden".to_owned(),
+        return Err(usage!(
+            "expected --model, --params, or --layers and --hidden"
         ));
     };
 
@@ -610,9 +610,9 @@ fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
         Some(heads) => heads,
         None if hidden.is_multiple_of(HEAD_WIDTH) => hidden / HEAD_WIDTH,
         None => {
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "--hidden {hidden}: not a multiple of {HEAD_WIDTH}, the usual width of a head; pass --heads"
-            )));
+            ));
         }
     };
 
@@ -630,9 +630,9 @@ fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
 
     let config = match architecture {
         Architecture::Gpt2 if kv_heads != heads => {
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "--architecture gpt2 --kv-heads {kv_heads}: a GPT-2 has as many as --heads, {heads}; use --architecture llama"
-            )));
+            ));
         }
         Architecture::Gpt2 => {
             let gpt2 = GptConfig::gpt2(n_embd, n_layer, n_head);
@@ -661,7 +661,7 @@ fn shape(args: &PlanArgs) -> Result<ModelConfig, CliError> {
 
     config
         .validate()
-        .map_err(|e| CliError::Usage(format!("--layers {layers} --hidden {hidden}: {e}")))?;
+        .map_err(|e| usage!("--layers {layers} --hidden {hidden}: {e}"))?;
     Ok(config)
 }
 
@@ -697,9 +697,8 @@ impl ModelSize {
             (_, 1) => return Ok(self),
             (Some(config), _) => config.units_of_part(ranks).map_err(CliError::usage)?,
             (None, _) => {
-                return Err(CliError::Usage(
+                return Err(usage!(
                     "--tensor-parallel cuts the parameters of a model of known shape: pass --model"
-                        .to_owned(),
                 ));
             }
         };

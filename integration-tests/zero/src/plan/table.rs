@@ -1,7 +1,5 @@
 //! The report as text.
 
-use std::fmt::Write;
-
 use indicatif::{HumanBytes, HumanCount};
 
 use super::report::Report;
@@ -132,21 +130,15 @@ fn heading(report: &Report) -> String {
     );
 
     if report.grad_accum > 1 {
-        // Writing to a string does not fail.
-        let _ = write!(text, ", {} micro-batches per step", report.grad_accum);
+        text += &format!(", {} micro-batches per step", report.grad_accum);
     }
 
     if report.ulysses > 1 {
-        // Writing to a string does not fail.
-        let _ = write!(text, ", {} GPUs share each sequence", report.ulysses);
+        text += &format!(", {} GPUs share each sequence", report.ulysses);
     }
     if report.tensor_parallel > 1 {
         let cut = report.tensor_parallel;
-        // Writing to a string does not fail.
-        let _ = write!(
-            text,
-            ", each parameter over {cut} GPUs (tensor parallelism)"
-        );
+        text += &format!(", each parameter over {cut} GPUs (tensor parallelism)");
     }
     if report.partition_activations {
         text += ", partitioned activations";
@@ -165,10 +157,9 @@ fn heading(report: &Report) -> String {
     {
         let decimal = memory / 1_000_000_000;
         let binary = HumanBytes(memory);
-        let _ = writeln!(
-            text,
+        text += &format!(
             "{decimal}GB is read as {} bytes ({binary}); a card sold as {decimal}GB has about {decimal} GiB: \
-             --gpu-memory {decimal}GiB",
+             --gpu-memory {decimal}GiB\n",
             HumanCount(memory)
         );
     }
@@ -304,11 +295,10 @@ On cores: one process with all ranks on this machine's cores, saving checkpoints
         } else {
             "compute"
         };
-        let _ = writeln!(
-            text,
+        text += &format!(
             "{stages} writes at most {:.1} TB a day to the drive of a node: {:.1} days of a life of {} TB (assumed: \
              --drive-tbw).\nThat is with steps of {:.3} s, the time of {by}, and a drive of {} GB/s (assumed: \
-             --drive-gb-per-s).",
+             --drive-gb-per-s).\n",
             wear.written_bytes_per_day / 1e12,
             wear.rated_days,
             report.drive_tbw,

@@ -477,6 +477,18 @@ fn parse_home(text: &str) -> Result<Home, String> {
     text.parse()
 }
 
+/// The settings of these flags.
+#[cfg(test)]
+pub(crate) fn parsed(flags: &str) -> TrainArgs {
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: TrainArgs,
+    }
+    let words = std::iter::once("train").chain(flags.split_whitespace());
+    <Line as clap::Parser>::try_parse_from(words).unwrap().args
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

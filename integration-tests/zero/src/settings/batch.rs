@@ -39,10 +39,10 @@ pub(crate) fn resolve(
         .map_err(CliError::usage)?;
 
     if batch.grad_accum > MAX_MICRO_BATCHES {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--grad-accum {}: expected at most {MAX_MICRO_BATCHES}",
             batch.grad_accum
-        )));
+        ));
     }
 
     Ok(batch)

@@ -44,7 +44,7 @@ pub(crate) fn route(
         text: Some(format!("in one ring over all ranks ({flag}: {why})")),
     };
     let unless_requested = |route: Route, error: String| match requested {
-        Collectives::TwoLevel => Err(CliError::Usage(format!("{flag}{error}"))),
+        Collectives::TwoLevel => Err(usage!("{flag}{error}")),
         _ => Ok(route),
     };
 
@@ -128,10 +128,10 @@ impl Route {
             return Ok(self);
         };
         if codes.iter().any(|code| code & 1 == 1) {
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "--collectives: ranks 0 and {other} have different flags, or machines with different numbers of ranks; \
                  pass the same --collectives and --ranks-per-node to all ranks"
-            )));
+            ));
         }
         Ok(Self {
             two_level: None,
@@ -146,6 +146,8 @@ impl Route {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::Printed;
+
     use zero_shard::Sharding;
 
     use super::*;
@@ -197,7 +199,7 @@ mod tests {
         ] {
             let (level, text) = auto(&mesh, ranks, node_ranks);
             assert_eq!(level, None, "{text}");
-            assert!(text.contains("in one ring") && text.contains(why), "{text}");
+            text.shows(&["in one ring", why]);
         }
         // There is no other route, so nothing is printed.
         assert_eq!(auto(&whole, 8, Some(8)), (None, String::new()));

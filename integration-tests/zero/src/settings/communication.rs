@@ -89,9 +89,9 @@ fn bucket_elems(
 
     let bucket = given.or(recorded).unwrap_or(default);
     if bucket < ranks {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--bucket-elems {bucket}: expected at least one element for each of {ranks} ranks"
-        )));
+        ));
     }
 
     Ok(bucket)

@@ -78,9 +78,9 @@ fn dividing(from: &Sources, share: &Share, ranks: usize, what: &str) -> Result<u
         None => share.key,
     };
     match (share.of)(&from.given.mesh) {
-        Some(given) if !fits(&given) => Err(CliError::Usage(format!(
+        Some(given) if !fits(&given) => Err(usage!(
             "{name} {given}: expected a number that divides the {ranks} {what}"
-        ))),
+        )),
         Some(given) => Ok(given),
         None => Ok((share.of)(&from.recorded.mesh).filter(fits).unwrap_or(1)),
     }
@@ -150,11 +150,10 @@ impl MeshArgs {
         let world = self.shard_optimizer == Some(OptimizerRanks::World);
         let (shard_group, sharding) = match (self.shard_group, self.hpz) {
             (Some(_), Some(_)) => {
-                return Err(CliError::Usage(
+                return Err(usage!(
                     "--shard-group and --hpz exclude each other: hpZ shards gradients and optimizer \
                      state over all ranks; use --shard-group K --shard-optimizer world to shard \
                      gradients over groups, too"
-                        .to_owned(),
                 ));
             }
             (None, Some(group)) => (Some(group), Sharding::Secondary),
@@ -283,9 +282,9 @@ pub(crate) fn check_tensor_flags(
         (None, false, true) => "--sequence-parallel divides tokens",
         _ => return Ok(()),
     };
-    Err(CliError::Usage(format!(
+    Err(usage!(
         "{flag} among the {ranks} of tensor parallelism: use --tensor-parallel M, too"
-    )))
+    ))
 }
 
 /// The groups at a stage of a plan: those that have nothing to share there are none.
@@ -344,29 +343,11 @@ fn refusal(mesh: &MeshSettings, ranks: u64, stage: ZeroStage) -> Option<String> 
 
 #[cfg(test)]
 mod tests {
-    use std::iter;
-
-    use clap::Parser;
-
     use super::*;
     use crate::config::DsConfig;
-    use crate::settings::args::TrainArgs;
+    use crate::settings::args::parsed;
     use crate::settings::sources::of_file;
     use ZeroStage::{One, Three, Two, Zero};
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        mesh: MeshArgs,
-    }
-
-    fn parsed(flags: &str) -> TrainArgs {
-        let words = iter::once("train").chain(flags.split_whitespace());
-        TrainArgs {
-            mesh: Line::try_parse_from(words).unwrap().mesh,
-            ..TrainArgs::default()
-        }
-    }
 
     /// The groups of a run with these flags, which resumes one that had those of `recorded`, and its
     /// notes.

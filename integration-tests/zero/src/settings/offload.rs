@@ -71,7 +71,7 @@ pub(crate) fn settings(
 }
 
 fn refusal(flag: &str, why: &str) -> CliError {
-    CliError::Usage(format!("{flag}: {why}"))
+    usage!("{flag}: {why}")
 }
 
 fn take_file(now: &mut OffloadSettings, file: &DsConfig) {
@@ -199,17 +199,11 @@ pub(crate) fn resolve_folders(offload: &mut OffloadSettings) -> Result<(), CliEr
         match dir.canonicalize() {
             Ok(absolute) if absolute.is_dir() => *dir = absolute,
             Ok(_) => {
-                return Err(CliError::Usage(format!(
-                    "{flag} nvme:{}: not a folder",
-                    dir.display()
-                )));
+                return Err(usage!("{flag} nvme:{}: not a folder", dir.display()));
             }
             Err(e) => {
                 let hint = "create the folder on the disk for the scratch files, or choose another";
-                return Err(CliError::Usage(format!(
-                    "{flag} nvme:{}: {e}; {hint}",
-                    dir.display()
-                )));
+                return Err(usage!("{flag} nvme:{}: {e}; {hint}", dir.display()));
             }
         }
     }
@@ -219,12 +213,19 @@ pub(crate) fn resolve_folders(offload: &mut OffloadSettings) -> Result<(), CliEr
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::Printed;
+
     use super::*;
+    use crate::settings::args::parsed;
 
     const RUN: Offloaded = Offloaded {
         stage: ZeroStage::Three,
         dtype: DType::Bf16,
         checkpointing: true,
+    };
+    const FP32: Offloaded = Offloaded {
+        dtype: DType::F32,
+        ..RUN
     };
 
     fn nvme(dir: &str) -> Home {
@@ -232,13 +233,14 @@ mod tests {
     }
 
     fn resolve(
-        args: &OffloadArgs,
+        flags: &str,
         file: Option<&str>,
         base: &OffloadSettings,
         run: Offloaded,
     ) -> Result<OffloadSettings, String> {
+        let args = parsed(flags).offload;
         let file = file.map(|text| DsConfig::parse(text).unwrap());
-        settings(args, file.as_ref(), base, run, &mut Vec::new()).map_err(|error| {
+        settings(&args, file.as_ref(), base, run, &mut Vec::new()).map_err(|error| {
             assert_eq!(error.exit_code(), 2);
             error.to_string()
         })
@@ -260,161 +262,90 @@ mod tests {
             request_bytes: 8192,
             ..default.clone()
         };
+        for (file, base, expected) in [
+            (Some(file), &default, &of_file),
+            // A resumed run keeps all of it.
+            (None, &of_file, &of_file),
+            (Some("{}"), &of_file, &default),
+        ] {
+            assert_eq!(resolve("", file, base, RUN).as_ref(), Ok(expected));
+        }
 
-        let none = OffloadArgs::default();
-        assert_eq!(
-            resolve(&none, Some(file), &default, RUN),
-            Ok(of_file.clone())
-        );
-        assert_eq!(
-            resolve(&none, None, &of_file, RUN),
-            Ok(of_file.clone()),
-            "a resumed run keeps all of it"
-        );
-        assert_eq!(
-            resolve(&none, Some("{}"), &of_file, RUN),
-            Ok(default.clone())
-        );
-
-        let flags = OffloadArgs {
-            offload: Some(Home::Host),
-            offload_params: Some(Home::Device),
-            offload_activations: Some(false),
-            masters: Some(Masters::Remainder),
-            moments: Some(Moments::Bf16),
-        };
-
-        let now = resolve(&flags, Some(file), &default, RUN).unwrap();
-        assert_eq!(
-            (now.optimizer.clone(), now.params.clone(), now.activations),
-            (Home::Host, Home::Device, false)
-        );
+        let flags = "--offload cpu --offload-params none --offload-activations=false --masters remainder --moments bf16";
+        let now = resolve(flags, Some(file), &default, RUN).unwrap();
+        assert_eq!((&now.optimizer, &now.params), (&Home::Host, &Home::Device));
+        assert!(!now.activations);
         let formats = (now.format.masters, now.format.moments);
         assert_eq!(formats, (Masters::Remainder, Moments::Bf16));
         // Back on the device, which has fp32 moments only.
-        let back = OffloadArgs {
-            offload: Some(Home::Device),
-            ..none
-        };
-
-        let now = resolve(
-            &back,
-            None,
-            &OffloadSettings {
-                params: Home::Device,
-                ..now
-            },
-            RUN,
-        )
-        .unwrap();
-
+        let now = resolve("--offload none", None, &now, RUN).unwrap();
         let formats = (now.format.masters, now.format.moments);
         assert_eq!(formats, (Masters::Remainder, Moments::Fp32));
         assert!(!now.is_any(), "{now:?}");
-        let fp32 = Offloaded {
-            dtype: DType::F32,
-            ..RUN
-        };
-
-        assert_eq!(
-            resolve(&OffloadArgs::default(), None, &now, fp32)
-                .unwrap()
-                .format,
-            default.format
-        );
+        let format = resolve("", None, &now, FP32).unwrap().format;
+        assert_eq!(format, default.format);
     }
 
     #[test]
     fn flags_that_cannot_work_are_refused() {
         let default = OffloadSettings::default();
-        let flags = |change: &dyn Fn(&mut OffloadArgs)| {
-            let mut args = OffloadArgs::default();
-            change(&mut args);
-            args
-        };
-
-        let params = flags(&|a| a.offload_params = Some(nvme("/p")));
         let two = Offloaded {
             stage: ZeroStage::Two,
             ..RUN
         };
-
-        let error = resolve(&params, None, &default, two).unwrap_err();
-        assert_eq!(
-            error,
-            "--offload-params nvme:/p: only stage 3 shards parameters, and this run is at stage 2; use --stage 3"
-        );
-        let both =
-            flags(&|a| (a.offload, a.offload_params) = (Some(Home::Device), Some(Home::Host)));
-        assert!(
-            resolve(&both, None, &default, RUN)
-                .unwrap_err()
-                .starts_with("--offload none: the host updates")
-        );
-        let activations = flags(&|a| a.offload_activations = Some(true));
         let plain = Offloaded {
             checkpointing: false,
             ..RUN
         };
-
-        let error = resolve(&activations, None, &default, plain).unwrap_err();
-        assert!(
-            error.contains("--offload-activations: ")
-                && error.contains("--activation-checkpointing"),
-            "{error}"
-        );
-        let masters = flags(&|a| a.masters = Some(Masters::Remainder));
-
-        let needs_no_offload = resolve(&masters, None, &default, RUN).unwrap();
+        let cases: [(&str, Offloaded, &[&str]); 5] = [
+            (
+                "--offload-params nvme:/p",
+                two,
+                &[
+                    "--offload-params nvme:/p: only stage 3 shards parameters, and this run is at stage 2; use --stage 3",
+                ],
+            ),
+            (
+                "--offload none --offload-params cpu",
+                RUN,
+                &["--offload none: the host updates"],
+            ),
+            (
+                "--offload-activations",
+                plain,
+                &["--offload-activations: ", "--activation-checkpointing"],
+            ),
+            ("--masters remainder", FP32, &["needs --dtype bf16"]),
+            ("--moments bf16", RUN, &["the optimizer is not offloaded"]),
+        ];
+        for (flags, run, parts) in cases {
+            resolve(flags, None, &default, run)
+                .unwrap_err()
+                .shows(parts);
+        }
+        let needs_no_offload = resolve("--masters remainder", None, &default, RUN).unwrap();
         assert_eq!(needs_no_offload.format.masters, Masters::Remainder);
 
-        let fp32 = Offloaded {
-            dtype: DType::F32,
-            ..RUN
-        };
-
-        assert!(
-            resolve(&masters, None, &default, fp32)
-                .unwrap_err()
-                .contains("needs --dtype bf16")
-        );
-        let moments = flags(&|a| a.moments = Some(Moments::Bf16));
-        assert!(
-            resolve(&moments, None, &default, RUN)
-                .unwrap_err()
-                .contains("the optimizer is not offloaded")
-        );
         // Settings of another stage, the file or the resumed run are dropped.
         let of_run = OffloadSettings {
             params: Home::Host,
             activations: true,
             ..default.clone()
         };
-
         let run = Offloaded {
             checkpointing: false,
             ..two
         };
-
-        assert_eq!(
-            resolve(&OffloadArgs::default(), None, &of_run, run),
-            Ok(default)
-        );
+        assert_eq!(resolve("", None, &of_run, run), Ok(default));
     }
 
     #[test]
     fn offloaded_params_offload_the_optimizer() {
-        let args = OffloadArgs {
-            offload_params: Some(nvme("/p")),
-            ..OffloadArgs::default()
-        };
+        let args = parsed("--offload-params nvme:/p").offload;
         let mut notices = Vec::new();
         let now = settings(&args, None, &OffloadSettings::default(), RUN, &mut notices).unwrap();
         assert_eq!(now.optimizer, Home::Host);
-        assert!(
-            notices[0].starts_with("the optimizer state is in host memory (--offload cpu)"),
-            "{notices:?}"
-        );
+        notices[0].shows(&["the optimizer state is in host memory (--offload cpu)"]);
     }
 
     #[test]
@@ -443,15 +374,10 @@ mod tests {
                 .map_err(|error| error.to_string())
         };
 
-        assert_eq!(
-            check(&folder.path().join(".")),
-            Ok(Home::Nvme(folder.path().canonicalize().unwrap()))
-        );
-        assert!(check(&file).unwrap_err().ends_with("not a folder"));
+        let found = Home::Nvme(folder.path().canonicalize().unwrap());
+        assert_eq!(check(&folder.path().join(".")), Ok(found));
+        check(&file).unwrap_err().shows(&["not a folder"]);
         let missing = check(&folder.path().join("none")).unwrap_err();
-        assert!(
-            missing.starts_with("--offload-params nvme:/") && missing.contains("create the folder"),
-            "{missing}"
-        );
+        missing.shows(&["--offload-params nvme:/", "create the folder"]);
     }
 }

@@ -91,7 +91,7 @@ pub(crate) fn check(rules: &OptimizerConfig, flags: &TrainArgs) -> Result<(), Cl
         let error = error.to_string();
         for (number, flag, is_given) in numbers {
             if is_given && error.starts_with(number) {
-                return CliError::Usage(format!("{flag}: {error}"));
+                return usage!("{flag}: {error}");
             }
         }
         CliError::Usage(error)

@@ -312,7 +312,7 @@ impl RunRecord {
         let document = checkpoint.document(RUN_JSON).map_err(CliError::usage)?;
         document.map(Self::parse).transpose().map_err(|error| {
             let path = checkpoint.path().display();
-            CliError::Usage(format!("{path}: invalid {RUN_JSON}: {error}"))
+            usage!("{path}: invalid {RUN_JSON}: {error}")
         })
     }
 

@@ -176,8 +176,7 @@ pub(crate) fn raise_live_limit(
 /// # Errors
 /// No flag has this type.
 pub(crate) fn recorded_dtype(dtype: DType) -> Result<DTypeFlag, CliError> {
-    DTypeFlag::of(dtype)
-        .ok_or_else(|| CliError::Usage(format!("--dtype {dtype}: not a type of parameters")))
+    DTypeFlag::of(dtype).ok_or_else(|| usage!("--dtype {dtype}: not a type of parameters"))
 }
 
 #[cfg(test)]

@@ -137,9 +137,9 @@ fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(
     if let (Some([one, two]), LrSchedule::OneCycle(cycle)) = (args.betas, &*schedule)
         && cycle.cycle_momentum
     {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--betas {one},{two}: the schedule OneCycle sets the betas; set cycle_momentum to false in the configuration"
-        )));
+        ));
     }
     if let Some(steps) = args.warmup_steps {
         apply_warmup(schedule, &name, steps)?;
@@ -156,9 +156,7 @@ fn apply_flags(schedule: &mut LrSchedule, args: &TrainArgs, lr: f64) -> Result<(
         match schedule {
             LrSchedule::Decay(d) if wsd && d.curve == DecayCurve::Linear => d.decay_steps = steps,
             _ => {
-                return Err(CliError::Usage(format!(
-                    "--decay-steps {steps}: expected --schedule wsd"
-                )));
+                return Err(usage!("--decay-steps {steps}: expected --schedule wsd"));
             }
         }
     }
@@ -171,10 +169,10 @@ fn apply_lr(schedule: &mut LrSchedule, name: &str, lr: f64) -> Result<(), CliErr
         LrSchedule::Warmup(w) => w.warmup_max_lr = Some(lr),
         LrSchedule::WarmupDecay(w) => w.warmup_max_lr = lr,
         LrSchedule::OneCycle(_) | LrSchedule::RangeTest(_) => {
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "--lr {lr}: the schedule {name} has its own rates; change them in the configuration, or pass \
                  --schedule"
-            )));
+            ));
         }
         _ => {}
     }
@@ -197,18 +195,18 @@ fn apply_warmup(schedule: &mut LrSchedule, name: &str, steps: u64) -> Result<(),
         LrSchedule::Warmup(_) | LrSchedule::WarmupDecay(_) | LrSchedule::WarmupCosine(_)
             if steps < 2 =>
         {
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "--warmup-steps {steps}: DeepSpeed's schedule {name} has at least 2 steps of warm-up; pass 2, or \
                  --schedule constant, linear or cosine"
-            )));
+            ));
         }
         LrSchedule::Warmup(w) => w.warmup_num_steps = steps,
         LrSchedule::WarmupDecay(w) => w.warmup_num_steps = steps,
         LrSchedule::WarmupCosine(w) => w.warmup_num_steps = steps,
         _ => {
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "--warmup-steps {steps}: the schedule {name} has no warm-up; pass --schedule"
-            )));
+            ));
         }
     }
 
@@ -222,17 +220,17 @@ fn apply_min_lr(
     lr: f64,
 ) -> Result<(), CliError> {
     if min_lr > lr {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--min-lr {min_lr}: expected at most the learning rate {lr}"
-        )));
+        ));
     }
     match schedule {
         LrSchedule::Decay(d) => d.min_lr = min_lr,
         LrSchedule::WarmupCosine(w) if lr > 0.0 => w.cos_min_ratio = min_lr / lr,
         _ => {
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "--min-lr {min_lr}: the schedule {name} does not decay to it; pass --schedule linear, cosine or wsd"
-            )));
+            ));
         }
     }
     Ok(())
@@ -247,10 +245,12 @@ fn check_length(schedule: &LrSchedule) -> Result<(), CliError> {
     if steps <= d.total_steps.max(d.warmup_steps.saturating_add(1)) {
         return Ok(());
     }
-    Err(CliError::Usage(format!(
+    Err(usage!(
         "{} steps of warm-up and {} of decay are more than {} steps; pass fewer --warmup-steps or --decay-steps",
-        d.warmup_steps, d.decay_steps, d.total_steps
-    )))
+        d.warmup_steps,
+        d.decay_steps,
+        d.total_steps
+    ))
 }
 
 /// The step at which a decay ends.

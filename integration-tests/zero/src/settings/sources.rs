@@ -236,7 +236,7 @@ impl<'a> RunSources<'a> {
         let saved = self.saved.map(|saved| saved.stage);
         let stage = flag.or(of_file).or(recorded).or(saved).unwrap_or(3);
         ZeroStage::from_number(stage)
-            .ok_or_else(|| CliError::Usage(format!("--stage {stage}: expected 0, 1, 2, 3 or auto")))
+            .ok_or_else(|| usage!("--stage {stage}: expected 0, 1, 2, 3 or auto"))
     }
 
     /// The type of parameters of the run that is resumed.
@@ -282,13 +282,11 @@ impl<'a> RunSources<'a> {
 
 #[cfg(test)]
 mod tests {
-    use std::iter;
-
-    use clap::Parser;
     use serde_json::{Value, json};
     use zero_optim::OptimizerConfig;
 
     use super::*;
+    use crate::settings::args::parsed;
     use crate::settings::table;
 
     #[test]
@@ -362,11 +360,6 @@ mod tests {
     /// A run that resumes with a flag has the settings of one that recorded its value.
     #[test]
     fn flags_and_records_agree() {
-        #[derive(Parser)]
-        struct Line {
-            #[command(flatten)]
-            args: TrainArgs,
-        }
         let of = |document| of_run(&RunRecord::parse(document).unwrap());
         let shown = |settings: TrainArgs| format!("{:#?}", TrainArgs::default().or(&settings));
 
@@ -376,8 +369,7 @@ mod tests {
             let mut recorded = run();
             let place = name.split('.').fold(&mut recorded, |at, key| &mut at[key]);
             *place = serde_json::from_str(value).unwrap();
-            let flags = Line::try_parse_from(iter::once("train").chain(flags.split_whitespace()));
-            let flags = flags.unwrap().args;
+            let flags = parsed(flags);
             assert_eq!(shown(flags.or(&of(run()))), shown(of(recorded)), "{name}");
             // Of this setting ranks compare what it does.
             let (_, row) = table::covering(name).unwrap();

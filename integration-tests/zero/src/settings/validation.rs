@@ -88,7 +88,7 @@ pub(crate) fn open(
             let training = TrainingData::open(source, rows).map_err(CliError::usage)?;
             let rows = rows.for_validation();
             let validation = TrainingData::open(&other, &rows)
-                .map_err(|e| CliError::Usage(format!("--val-data {}: {e}", path.display())))?;
+                .map_err(|e| usage!("--val-data {}: {e}", path.display()))?;
             (training, validation)
         }
     };
@@ -107,7 +107,7 @@ pub(crate) fn check_data(
 ) -> Result<(), CliError> {
     let check = |data: &TrainingData, remedy: &str| match data.validate(vocab_size, seq_len) {
         Err(error @ DataError::TooShort { .. }) if validation.is_some() => {
-            Err(CliError::Usage(format!("{error}; pass {remedy}")))
+            Err(usage!("{error}; pass {remedy}"))
         }
         other => other.map_err(CliError::usage),
     };
@@ -137,9 +137,9 @@ pub(crate) fn options(
     let seq_len = rows.seq_len as u64;
     let limit = match args.eval_tokens {
         Some(tokens) if tokens < seq_len => {
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "--eval-tokens {tokens}: expected at least one sequence of --seq-len {seq_len}"
-            )));
+            ));
         }
         Some(tokens) => tokens / seq_len,
         None => default_windows(if every == 0 { steps } else { every }, rows),

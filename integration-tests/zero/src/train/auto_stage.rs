@@ -122,16 +122,16 @@ pub(super) fn choose(
             stage: StageChoice::Number(number.into()),
             why: why(name, number, &stages, &memory),
         })),
-        (None, Some(last), _) => Err(CliError::Usage(format!(
+        (None, Some(last), _) => Err(usage!(
             "{name}: no stage fits {} ({}): stage {} needs {}; try --offload cpu, more --ranks, or a smaller --micro-batch, \
              --seq-len or --model; zero plan shows what the memory goes to",
             bytes(memory.bytes),
             memory.name,
             last.stage,
             bytes(last.gpu.total_bytes)
-        ))),
+        )),
         (None, None, Some(refusal)) => Err(refusal),
-        (None, None, None) => Err(CliError::Usage(format!("{name}: no stage can be planned"))),
+        (None, None, None) => Err(usage!("{name}: no stage can be planned")),
     }
 }
 

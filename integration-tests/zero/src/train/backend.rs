@@ -97,7 +97,7 @@ fn choose_on(
 
     let gpus = match machine.usable_gpus() {
         Ok(gpus) => gpus,
-        Err(reason) if required => return Err(CliError::Usage(format!("{flag}: {reason}"))),
+        Err(reason) if required => return Err(usage!("{flag}: {reason}")),
         Err(reason) => return on_host(&reason),
     };
 
@@ -110,9 +110,9 @@ fn choose_on(
             if gpus == 1 { "" } else { "s" }
         );
         if required {
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "{excess}: use fewer --ranks, or --share-gpus for a test whose speed does not matter"
-            )));
+            ));
         }
         tracing::warn!("training on the host: {excess}");
         return Ok(Backend::Host);
@@ -122,9 +122,7 @@ fn choose_on(
         && let Err(reason) = (machine.nccl)()
     {
         if required {
-            return Err(CliError::Usage(format!(
-                "{flag} with {ranks} ranks: {reason}"
-            )));
+            return Err(usage!("{flag} with {ranks} ranks: {reason}"));
         }
         return on_host(&reason);
     }
@@ -158,11 +156,11 @@ pub(crate) fn ranks(
     gpus: usize,
 ) -> Result<usize, CliError> {
     match (args.ranks, launched) {
-        (Some(flag), Some(ranks)) if flag != ranks.world_size => Err(CliError::Usage(format!(
+        (Some(flag), Some(ranks)) if flag != ranks.world_size => Err(usage!(
             "--ranks {flag}: the launcher started {} ranks",
             ranks.world_size
-        ))),
-        (Some(0), _) => Err(CliError::Usage("--ranks 0: expected at least 1".to_owned())),
+        )),
+        (Some(0), _) => Err(usage!("--ranks 0: expected at least 1")),
         (_, Some(ranks)) => Ok(ranks.world_size),
         (Some(flag), None) => Ok(flag),
         (None, None) => Ok(args
@@ -181,27 +179,14 @@ fn own_gpu_each(launched: Option<&Ranks>, gpus: usize) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::Printed;
 
     use super::*;
-
-    fn args(
-        device: DeviceChoice,
-        comm: CommChoice,
-        ranks: Option<usize>,
-        share_gpus: bool,
-    ) -> TrainArgs {
-        TrainArgs {
-            device,
-            comm,
-            ranks,
-            share_gpus,
-            ..TrainArgs::default()
-        }
-    }
+    use crate::settings::args::parsed;
 
     /// Chooses on a machine that lacks the part `missing`.
     fn choose_with(
-        args: &TrainArgs,
+        flags: &str,
         gpus: usize,
         missing: &str,
         launched: Option<Ranks>,
@@ -219,7 +204,7 @@ mod tests {
             cublaslt: &|| has("cublaslt"),
             nccl: &|| has("nccl"),
         };
-        choose_on(args, &machine, || Ok(launched)).map_err(|e| {
+        choose_on(&parsed(flags), &machine, || Ok(launched)).map_err(|e| {
             assert_eq!(e.exit_code(), 2);
             e.to_string()
         })
@@ -229,102 +214,67 @@ mod tests {
         Ranks::new(local_rank, world_size, local_rank, "127.0.0.1", 1).one_machine(true)
     }
 
+    const fn on_cuda(gpus: usize) -> Backend {
+        Backend::Cuda {
+            gpus,
+            launched: None,
+        }
+    }
+
     #[test]
     fn auto_falls_back_and_cuda_names_missing_part() {
-        use CommChoice::{Auto, Nccl};
-        let on_cuda = Backend::Cuda {
-            gpus: 2,
-            launched: None,
-        };
-
-        for (device, comm) in [
-            (DeviceChoice::Auto, Auto),
-            (DeviceChoice::Cuda, Auto),
-            (DeviceChoice::Auto, Nccl),
-        ] {
-            let args = args(device, comm, Some(2), false);
-            assert_eq!(choose_with(&args, 2, "", None), Ok(on_cuda.clone()));
+        let auto = "--ranks 2";
+        for flags in [auto, "--ranks 2 --device cuda", "--ranks 2 --comm nccl"] {
+            assert_eq!(choose_with(flags, 2, "", None), Ok(on_cuda(2)));
             for missing in ["driver", "nvrtc", "cublaslt", "nccl"] {
-                let chosen = choose_with(&args, 2, missing, None);
-                if (device, comm) == (DeviceChoice::Auto, Auto) {
-                    assert_eq!(chosen, Ok(Backend::Host), "{missing}");
-                } else {
-                    let error = chosen.unwrap_err();
-                    assert!(
-                        error.contains("--device cuda")
-                            && error.contains(&format!("lib{missing}.so")),
-                        "{error}"
-                    );
+                match choose_with(flags, 2, missing, None) {
+                    Ok(chosen) => assert_eq!((flags, chosen), (auto, Backend::Host), "{missing}"),
+                    Err(error) => {
+                        assert_ne!(flags, auto, "{error}");
+                        error.shows(&["--device cuda", &format!("lib{missing}.so")]);
+                    }
                 }
             }
-            assert!(
-                choose_with(&args, 0, "", None).is_ok_and(|c| c == Backend::Host)
-                    != (device != DeviceChoice::Auto || comm == Nccl)
-            );
+            let without_gpus = choose_with(flags, 0, "", None);
+            assert_eq!(without_gpus == Ok(Backend::Host), flags == auto);
         }
 
         // One rank needs no NCCL.
-        let alone = args(DeviceChoice::Cuda, Auto, Some(1), false);
-        assert_eq!(choose_with(&alone, 2, "nccl", None), Ok(on_cuda));
+        let alone = choose_with("--ranks 1 --device cuda", 2, "nccl", None);
+        assert_eq!(alone, Ok(on_cuda(2)));
     }
 
     #[test]
     fn more_ranks_than_gpus_need_flag() {
-        let three = |share| args(DeviceChoice::Cuda, CommChoice::Auto, Some(3), share);
-        let error = choose_with(&three(false), 1, "", None).unwrap_err();
-        assert!(
-            error.contains("3 ranks") && error.contains("1 GPU") && error.contains("--share-gpus"),
-            "{error}"
-        );
+        let three = "--ranks 3 --device cuda";
+        let error = choose_with(three, 1, "", None).unwrap_err();
+        error.shows(&["3 ranks", "1 GPU", "--share-gpus"]);
+        let shared = choose_with(&format!("{three} --share-gpus"), 1, "", None);
+        assert_eq!(shared, Ok(on_cuda(1)));
+        assert_eq!(choose_with("--ranks 3", 1, "", None), Ok(Backend::Host));
 
-        assert_eq!(
-            choose_with(&three(true), 1, "", None),
-            Ok(Backend::Cuda {
-                gpus: 1,
-                launched: None
-            })
-        );
-
-        let auto = args(DeviceChoice::Auto, CommChoice::Auto, Some(3), false);
-        assert_eq!(choose_with(&auto, 1, "", None), Ok(Backend::Host));
         // Only the launcher's ranks on this machine count.
-        let one_of_16 = args(DeviceChoice::Cuda, CommChoice::Auto, None, false);
-        assert!(choose_with(&one_of_16, 8, "", Some(rank(7, 16))).is_ok());
-        assert!(
-            choose_with(&one_of_16, 4, "", Some(rank(7, 16)))
-                .unwrap_err()
-                .contains("--share-gpus")
-        );
+        let of_16 = |gpus| choose_with("--device cuda", gpus, "", Some(rank(7, 16)));
+        of_16(8).unwrap();
+        of_16(4).unwrap_err().shows(&["--share-gpus"]);
     }
 
     #[test]
     fn contradictions_are_usage_errors() {
-        let with = |device, comm| choose_with(&args(device, comm, Some(2), false), 2, "", None);
-        assert!(
-            with(DeviceChoice::Cuda, CommChoice::Threads)
-                .unwrap_err()
-                .contains("NCCL")
-        );
-        assert!(
-            with(DeviceChoice::Cpu, CommChoice::Nccl)
-                .unwrap_err()
-                .contains("--device cuda")
-        );
-        assert_eq!(
-            with(DeviceChoice::Auto, CommChoice::Threads),
-            Ok(Backend::Host)
-        );
-        let two = args(DeviceChoice::Cuda, CommChoice::Auto, Some(2), false);
-        assert!(
-            choose_with(&two, 4, "", Some(rank(0, 4)))
-                .unwrap_err()
-                .contains("the launcher started 4")
-        );
-        let none = args(DeviceChoice::Cuda, CommChoice::Auto, Some(0), false);
-        assert!(
-            choose_with(&none, 4, "", None)
-                .unwrap_err()
-                .contains("--ranks 0")
-        );
+        for (flags, launched, part) in [
+            ("--ranks 2 --device cuda --comm threads", None, "NCCL"),
+            ("--ranks 2 --device cpu --comm nccl", None, "--device cuda"),
+            (
+                "--ranks 2 --device cuda",
+                Some(rank(0, 4)),
+                "the launcher started 4",
+            ),
+            ("--ranks 0 --device cuda", None, "--ranks 0"),
+        ] {
+            let error = choose_with(flags, 4, "", launched).unwrap_err();
+            error.shows(&[part]);
+        }
+        let threads = choose_with("--ranks 2 --comm threads", 2, "", None);
+        assert_eq!(threads, Ok(Backend::Host));
     }
 }

@@ -40,11 +40,11 @@ pub(crate) fn numbers(args: &TrainArgs, ranks: usize) -> Result<(), CliError> {
 pub(crate) fn monitors(file: Option<&DsConfig>) -> Result<(), CliError> {
     match file.and_then(|file| file.monitors.service) {
         None => Ok(()),
-        Some(service) => Err(CliError::Usage(format!(
+        Some(service) => Err(usage!(
             "{service}.enabled true is not supported, as this program sends nothing to services: \
              set it to false, and use --tensorboard DIR (the service can read its event files), \
              --csv FILE or --metrics FILE"
-        ))),
+        )),
     }
 }
 
@@ -76,22 +76,22 @@ fn check_ranks(ranks: usize, kind: Ranks, threads: Option<usize>) -> Result<(), 
                     .to_owned()
             }
         };
-        return Err(CliError::Usage(format!(
-            "--ranks {ranks}: expected 1 to {most}{hint}"
-        )));
+        return Err(usage!("--ranks {ranks}: expected 1 to {most}{hint}"));
     }
 
     match threads.filter(|threads| threads.saturating_mul(ranks_here) > MAX_THREADS) {
-        Some(threads) => Err(CliError::Usage(format!(
+        Some(threads) => Err(usage!(
             "--threads {threads}: {ranks_here} ranks of a process may have {MAX_THREADS} threads together; expected at most {}",
             MAX_THREADS / ranks_here
-        ))),
+        )),
         None => Ok(()),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::Printed;
+
     use super::*;
 
     #[test]
@@ -105,15 +105,9 @@ mod tests {
             check(ranks, Ranks::Processes, Some(1024)).unwrap();
         }
         let error = check(1025, Ranks::Threads, None).unwrap_err();
-        assert!(
-            error.contains("--ranks 1025: expected 1 to 1024, which are threads of this process"),
-            "{error}"
-        );
+        error.shows(&["--ranks 1025: expected 1 to 1024, which are threads of this process"]);
         let error = check(65_537, Ranks::Processes, None).unwrap_err();
-        assert!(
-            error.contains("--ranks 65537: expected 1 to 65536: every rank keeps tables"),
-            "{error}"
-        );
+        error.shows(&["--ranks 65537: expected 1 to 65536: every rank keeps tables"]);
         check(0, Ranks::Processes, None).unwrap_err();
         let error = check(4, Ranks::Threads, Some(257)).unwrap_err();
         assert!(error.ends_with("expected at most 256"), "{error}");

@@ -230,18 +230,15 @@ fn check_paths(args: &TrainArgs) -> Result<(), CliError> {
     let is_tokens =
         has_tokens(&args.data)? == Some(true) && has_tokens(&args.val_data)? != Some(false);
     if let Some(tokenizer) = args.tokenizer.as_ref().filter(|_| is_tokens) {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--tokenizer {}: --data is a file of tokens, which needs none; remove --tokenizer",
             tokenizer.display()
-        )));
+        ));
     }
 
     for (flag, path) in [("--data", &args.data), ("--tokenizer", &args.tokenizer)] {
         if let Some(path) = path.as_ref().filter(|path| !path.exists()) {
-            return Err(CliError::Usage(format!(
-                "{flag} {}: no such file or folder",
-                path.display()
-            )));
+            return Err(usage!("{flag} {}: no such file or folder", path.display()));
         }
     }
 
@@ -278,10 +275,10 @@ fn data_source(
         None if recorded.default && recorded.path == absolute(Path::new(".")) => None,
         None if Path::new(&recorded.path).exists() => Some(PathBuf::from(&recorded.path)),
         None => {
-            return Err(CliError::Usage(format!(
+            return Err(usage!(
                 "{}: the data of the resumed run does not exist; pass its new path with --data",
                 recorded.path
-            )));
+            ));
         }
     };
 
@@ -292,9 +289,9 @@ fn data_source(
     let tokenizer = match (tokenizer.or(of_kept), &recorded.tokenizer) {
         (None, Some(recorded)) if !needs_none => {
             if !Path::new(recorded).exists() {
-                return Err(CliError::Usage(format!(
+                return Err(usage!(
                     "{recorded}: the tokenizer of the resumed run does not exist; pass its new path with --tokenizer"
-                )));
+                ));
             }
             Some(PathBuf::from(recorded))
         }

@@ -22,9 +22,7 @@ pub(crate) fn create_folder(path: &Path) -> Result<(), CliError> {
     let folder = path.parent().unwrap_or(Path::new(""));
     fs::create_dir_all(folder).map_err(|e| {
         let (path, folder) = (path.display(), folder.display());
-        CliError::Usage(format!(
-            "--csv {path}: failed to create the folder {folder}: {e}"
-        ))
+        usage!("--csv {path}: failed to create the folder {folder}: {e}")
     })
 }
 
@@ -75,6 +73,8 @@ impl Lines for CsvLines {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::{Folder, Printed};
+
     use proptest::prelude::*;
     use zero_trainer::{StepMetrics, Validation};
 
@@ -105,8 +105,8 @@ mod tests {
 
     #[test]
     fn later_and_torn_rows_are_removed() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("t.csv");
+        let dir = &Folder::on_disk();
+        let path = dir.join("t.csv");
         let next = rows(5..=5)[CsvLines::header().len()..].to_owned();
         for torn in ["", "5", "5,0.1", &next[..next.len() - 2], &next, "\0\0"] {
             fs::write(&path, rows(1..=4) + torn).unwrap();
@@ -124,8 +124,8 @@ mod tests {
 
     #[test]
     fn other_tables_are_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("t.csv");
+        let dir = &Folder::on_disk();
+        let path = dir.join("t.csv");
         let four = rows(1..=4);
         let others = [
             "step,loss\n1,2.0\n".to_owned(),
@@ -145,7 +145,7 @@ mod tests {
         let error = check_lines::<CsvLines>(&path, None)
             .unwrap_err()
             .to_string();
-        assert!(error.contains("--csv") && error.contains(RUN), "{error}");
+        error.shows(&["--csv", RUN]);
         check_lines::<CsvLines>(&path, Some(&["aa"])).unwrap_err();
         check_recorded::<CsvLines>(&path, &[RUN]).unwrap();
     }

@@ -45,11 +45,8 @@ pub(crate) fn run(
 
 /// Starts the ranks and waits for them.
 fn launch(args: &TrainArgs, resumed: Option<&Resumed>, ranks: usize) -> Result<(), CliError> {
-    let program = std::env::current_exe().map_err(|e| {
-        CliError::Failure(format!(
-            "failed to determine the path of this executable: {e}"
-        ))
-    })?;
+    let program = std::env::current_exe()
+        .map_err(|e| failure!("failed to determine the path of this executable: {e}"))?;
 
     let sharing = SHARING
         .into_iter()
@@ -233,9 +230,9 @@ fn bind(
 fn check_sharing(args: &TrainArgs, shares: bool) -> Result<(), CliError> {
     let (name, value) = SHARING[0];
     if shares && args.share_gpus && std::env::var(name).as_deref() != Ok(value) {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--share-gpus: set {name}={value} for all ranks (NCCL 2.30 or later)"
-        )));
+        ));
     }
     Ok(())
 }

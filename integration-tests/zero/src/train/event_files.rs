@@ -141,7 +141,7 @@ pub(crate) fn check_recorded(dir: &Path, runs: &[&str]) -> Result<(), String> {
 
 /// The event files in `dir`, if a run with these options may write there.
 fn check_run(dir: &Path, options: &RunOptions, first_step: u64) -> Result<Vec<Scanned>, CliError> {
-    let usage = |why: String| CliError::Usage(format!("{FLAG} {}: {why}", dir.display()));
+    let usage = |why: String| usage!("{FLAG} {}: {why}", dir.display());
     let files =
         scan(dir, first_step).map_err(|why| usage(format!("{why}; name another folder")))?;
 
@@ -247,7 +247,7 @@ impl EventFiles {
     /// The folder cannot be used, or another run has written to it since [`check`] accepted it:
     /// exit code 2.
     pub(crate) fn new(dir: &Path, options: &RunOptions, first_step: u64) -> Result<Self, CliError> {
-        let usage = |why: String| CliError::Usage(format!("{FLAG} {}: {why}", dir.display()));
+        let usage = |why: String| usage!("{FLAG} {}: {why}", dir.display());
         fs::create_dir_all(dir).map_err(|e| usage(format!("failed to create the folder: {e}")))?;
         let lock = File::open(dir).map_err(|e| usage(format!("failed to open the folder: {e}")))?;
         // A file system may have no locks.
@@ -270,9 +270,7 @@ impl EventFiles {
     /// A failed write.
     pub(crate) fn write(&mut self, figures: &StepFigures<'_>) -> Result<(), CliError> {
         let dir = self.dir.display().to_string();
-        let error = |e: io::Error| {
-            CliError::Failure(format!("failed to write an event file in {dir}: {e}"))
-        };
+        let error = |e: io::Error| failure!("failed to write an event file in {dir}: {e}");
         let step = figures.metrics.step;
         let file = match &mut self.file {
             Some(file) => file,
@@ -375,6 +373,8 @@ fn name_seconds(path: &Path) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::{Files, Folder, Printed};
+
     use zero_trainer::StepMetrics;
 
     use super::*;
@@ -425,8 +425,7 @@ mod tests {
 
     #[test]
     fn whole_file_goes_on() {
-        let dir = tempfile::tempdir().unwrap();
-        let dir = dir.path();
+        let dir = &Folder::on_disk();
         write(dir, "aa", 1..=3);
         write(dir, "aa", 4..=5);
         assert_eq!(steps(dir), [[1, 2, 3, 4, 5]]);
@@ -437,8 +436,7 @@ mod tests {
 
     #[test]
     fn later_events_move() {
-        let dir = tempfile::tempdir().unwrap();
-        let dir = dir.path();
+        let dir = &Folder::on_disk();
         write(dir, "aa", 1..=5);
         write(dir, "aa", 4..=6);
         assert_eq!(steps(dir), [[1, 2, 3], [4, 5, 6]]);
@@ -459,8 +457,7 @@ mod tests {
 
     #[test]
     fn torn_event_is_cut() {
-        let dir = tempfile::tempdir().unwrap();
-        let dir = dir.path();
+        let dir = &Folder::on_disk();
         write(dir, "aa", 1..=2);
         let path = scan(dir, 9).unwrap().remove(0).path;
         let whole = fs::read(&path).unwrap();
@@ -475,8 +472,7 @@ mod tests {
 
     #[test]
     fn other_files_are_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let dir = dir.path();
+        let dir = &Folder::on_disk();
         let check = |runs: &[&str]| check_recorded(dir, runs);
         check(&["aa"]).unwrap_err();
         write(dir, "aa", 1..=2);
@@ -487,7 +483,7 @@ mod tests {
         for text in [&b""[..], b"notes", &frame(&event_at(0))] {
             fs::write(&other, text).unwrap();
             let error = check(&["aa"]).unwrap_err();
-            assert!(error.contains("events.out.tfevents.1.host"), "{error}");
+            error.shows(&["events.out.tfevents.1.host"]);
         }
         fs::remove_file(&other).unwrap();
         std::os::unix::fs::symlink("elsewhere", &other).unwrap();
@@ -495,7 +491,7 @@ mod tests {
         // Another run of TensorBoard.
         fs::remove_file(&other).unwrap();
         fs::create_dir(dir.join("eval")).unwrap();
-        fs::write(dir.join("eval/events.out.tfevents.1.host"), "x").unwrap();
+        dir.write("eval/events.out.tfevents.1.host", "x");
         check(&["aa"]).unwrap();
     }
 }

@@ -108,11 +108,8 @@ impl<'a, D: Device> StartExchange<'a, D> {
         let number =
             |message: &Vec<u8>| Some(u64::from_le_bytes(message.as_slice().try_into().ok()?));
         let numbers: Option<Vec<u64>> = messages.iter().map(number).collect();
-        numbers.ok_or_else(|| {
-            CliError::Failure(
-                "a rank sent a message of another kind while the run started".to_owned(),
-            )
-        })
+        numbers
+            .ok_or_else(|| failure!("a rank sent a message of another kind while the run started"))
     }
 
     /// Returns `own` if all ranks succeeded with equal settings; otherwise the error of the lowest

@@ -65,10 +65,10 @@ pub(crate) fn node_ranks(
     };
     match args.ranks_per_node {
         Some(of_node) if fits(&of_node) => Ok(Some(of_node)),
-        Some(of_node) => Err(CliError::Usage(format!(
+        Some(of_node) => Err(usage!(
             "--ranks-per-node {of_node}: expected a number that divides the {ranks} ranks, and whole groups of {group} \
              ranks on a machine or whole machines in a group"
-        ))),
+        )),
         None if launched_ranks(args)? == 1 => Ok(Some(ranks)),
         None => Ok(launched_node_ranks(number)?.filter(fits)),
     }
@@ -84,9 +84,7 @@ fn number(name: &str) -> Result<Option<usize>, CliError> {
     };
     let text = value.to_string_lossy();
     text.trim().parse().map(Some).map_err(|_| {
-        CliError::Usage(format!(
-            "{name}={text}: expected a number, as a launcher sets it; unset the variable to start without a launcher"
-        ))
+        usage!("{name}={text}: expected a number, as a launcher sets it; unset the variable to start without a launcher")
     })
 }
 
@@ -102,9 +100,9 @@ fn mpi_ranks_of(
     number: impl Fn(&str) -> Result<Option<usize>, CliError>,
 ) -> Result<usize, CliError> {
     let usage = |why: String| {
-        CliError::Usage(format!(
+        usage!(
             "{why}: each process would train alone; start it by the launcher, or unset the variables"
-        ))
+        )
     };
     let mut found: Option<(usize, &str)> = None;
     for [size_name, rank_name] in MPI_VARIABLES {

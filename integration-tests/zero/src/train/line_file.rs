@@ -140,13 +140,7 @@ pub(super) fn check_lines<L: Lines>(
     path: &Path,
     resumed: Option<&[&str]>,
 ) -> Result<Vec<u64>, CliError> {
-    let usage = |why: String| {
-        Err(CliError::Usage(format!(
-            "{} {}: {why}",
-            L::FLAG,
-            path.display()
-        )))
-    };
+    let usage = |why: String| Err(usage!("{} {}: {why}", L::FLAG, path.display()));
 
     let text = match path.metadata() {
         // Such as a pipe or /dev/null.
@@ -226,7 +220,7 @@ impl<L: Lines> LineFile<L> {
     /// The file cannot be written, or another run has written to it since [`check`] accepted it:
     /// exit code 2.
     pub(crate) fn new(path: &Path, options: &RunOptions) -> Result<Self, CliError> {
-        let usage = |why: String| CliError::Usage(format!("{} {}: {why}", L::FLAG, path.display()));
+        let usage = |why: String| usage!("{} {}: {why}", L::FLAG, path.display());
         let opened = OpenOptions::new().append(true).create(true).open(path);
         let lock = opened.map_err(|e| usage(format!("failed to open the file: {e}")))?;
         // Not for a pipe or /dev/null; a file system may have no locks.
@@ -252,7 +246,7 @@ impl<L: Lines> LineFile<L> {
     /// A failed write.
     pub(crate) fn write(&mut self, figures: &StepFigures<'_>) -> Result<(), CliError> {
         let path = self.path.display().to_string();
-        let error = |e: io::Error| CliError::Failure(format!("failed to write {path}: {e}"));
+        let error = |e: io::Error| failure!("failed to write {path}: {e}");
         let file = match &mut self.file {
             Some(file) => file,
             closed => closed.insert(start::<L>(&self.path, figures.metrics.step).map_err(error)?),

@@ -1,7 +1,5 @@
 //! The table of memory after a run: what the ranks held, beside the formulas of ZeRO.
 
-use std::fmt::Write;
-
 use zero_shard::{StateBytes, ZeroStage};
 use zero_trainer::{Home, MemoryBytes, MemoryPoint, MemoryTrace, NvmeBytes, RankSummary};
 
@@ -39,7 +37,7 @@ pub(crate) fn write(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
     let rows = rows(&formula);
     let width = write_rows(out, setup, &rows, &held, trace.and_then(MemoryTrace::peak));
     if let Some(moment) = trace.and_then(MemoryTrace::peak_moment) {
-        let _ = writeln!(out, "  (the peak is rank 0's in its last step, {moment})");
+        *out += &format!("  (the peak is rank 0's in its last step, {moment})\n");
     }
     let files = ranks
         .first()
@@ -51,9 +49,8 @@ pub(crate) fn write(out: &mut String, setup: &RunSetup, ranks: &[RankSummary]) {
         let files = files.map_or(0, |files| files.file_bytes);
         let ours = (formula.total_bytes() + files).max(1);
         let stage0 = stage0.total_bytes();
-        let _ = writeln!(
-            out,
-            "  (stage 0 would hold {}: {:.2} x)",
+        *out += &format!(
+            "  (stage 0 would hold {}: {:.2} x)\n",
             bytes(stage0),
             stage0 as f64 / ours as f64
         );
@@ -136,9 +133,8 @@ fn write_rows(
     for (_, field, _) in rows {
         width = width.max(range(held, *field).len());
     }
-    let _ = writeln!(
-        out,
-        "\n{held_by:<26} {:>width$} {:>WIDTH$}{heading} (padding included)",
+    *out += &format!(
+        "\n{held_by:<26} {:>width$} {:>WIDTH$}{heading} (padding included)\n",
         "measured", "formula"
     );
 
@@ -149,10 +145,7 @@ fn write_rows(
         };
         let formula = formula.map_or("-".to_owned(), bytes);
         let range = range(held, *field);
-        let _ = writeln!(
-            out,
-            "  {name:<24} {range:>width$} {formula:>WIDTH$}{at_peak}"
-        );
+        *out += &format!("  {name:<24} {range:>width$} {formula:>WIDTH$}{at_peak}\n");
     }
 
     width
@@ -211,17 +204,16 @@ fn write_elsewhere(
 ) {
     let on_gpu = setup.device.is_some();
     if let (Some(process), false) = (resident_peak_bytes(), on_gpu) {
-        let _ = writeln!(out, "  (this process held at most {})", bytes(process));
+        *out += &format!("  (this process held at most {})\n", bytes(process));
     }
     let host_bytes = held.first().map_or(0, |m| m.host_bytes);
     if on_gpu && host_bytes > 0 {
         let host = bytes(host_bytes);
-        let _ = writeln!(out, "  in host memory, at most  {host:>width$}");
+        *out += &format!("  in host memory, at most  {host:>width$}\n");
     }
     if let Some(files) = files {
-        let _ = writeln!(
-            out,
-            "  on NVMe                  {:>width$}   (the last step read {} and wrote {})",
+        *out += &format!(
+            "  on NVMe                  {:>width$}   (the last step read {} and wrote {})\n",
             bytes(files.file_bytes),
             bytes(files.read_bytes),
             bytes(files.written_bytes)

@@ -144,7 +144,7 @@ pub(crate) fn measured_steps(text: &str) -> Result<Vec<MeasuredSteps>, String> {
 /// # Errors
 /// The file cannot be read, or is no metrics file.
 pub(crate) fn steps_until(path: &Path, last: u64) -> Result<Vec<StepMetrics>, CliError> {
-    let failed = |why: String| CliError::Usage(format!("--metrics {}: {why}", path.display()));
+    let failed = |why: String| usage!("--metrics {}: {why}", path.display());
     let text = match path.metadata() {
         Ok(metadata) if metadata.is_file() => fs::read(path),
         _ => Ok(Vec::new()),
@@ -180,6 +180,8 @@ pub(crate) fn parse_step(text: &str) -> Option<StepMetrics> {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::{Folder, Printed};
+
     use super::*;
     use crate::train::line_file::{check_lines, check_recorded, start};
 
@@ -198,8 +200,8 @@ mod tests {
 
     #[test]
     fn only_the_resumed_runs_file_is_taken() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("m");
+        let dir = &Folder::on_disk();
+        let path = dir.join("m");
         let with = |content: &str, resumed: Option<&[&str]>| {
             fs::write(&path, content).unwrap();
             let checked = check_lines::<MetricsLines>(&path, resumed).map_err(|e| {
@@ -210,9 +212,9 @@ mod tests {
             checked
         };
 
-        check_lines::<MetricsLines>(&dir.path().join("new"), None).unwrap();
+        check_lines::<MetricsLines>(&dir.join("new"), None).unwrap();
         check_lines::<MetricsLines>(Path::new("/dev/null"), None).unwrap();
-        assert!(check_lines::<MetricsLines>(dir.path(), None).is_err());
+        assert!(check_lines::<MetricsLines>(dir, None).is_err());
         with("", None).unwrap();
 
         for (content, reason) in [
@@ -232,7 +234,7 @@ mod tests {
             ("not even a line".to_owned(), "not a metrics file"),
         ] {
             let error = with(&content, None).unwrap_err();
-            assert!(error.contains(reason), "{error}");
+            error.shows(&[reason]);
         }
 
         let both = lines(1..=2, "aa") + &lines(3..=4, "bb");
@@ -261,8 +263,8 @@ mod tests {
 
     #[test]
     fn later_lines_move_and_torn_lines_go() {
-        let dir = tempfile::tempdir().unwrap();
-        let (path, link) = (dir.path().join("m"), dir.path().join("link"));
+        let dir = &Folder::on_disk();
+        let (path, link) = (dir.join("m"), dir.join("link"));
         std::os::unix::fs::symlink("m", &link).unwrap();
         let four = lines(1..=4, "aa");
         let moved = [".2", ".3", ".4", ".5"].map(|n| format!("m.after-step-3{n}"));
@@ -276,7 +278,7 @@ mod tests {
                 lines(1..=3, "aa"),
                 "{torn:?}"
             );
-            let moved = fs::read_to_string(dir.path().join(moved.next().unwrap())).unwrap();
+            let moved = fs::read_to_string(dir.join(moved.next().unwrap())).unwrap();
             let is_whole = torn == line(5, "aa");
             let last = if is_whole { 5 } else { 4 };
             assert_eq!(moved, lines(4..=last, "aa"), "{torn:?}");
@@ -291,7 +293,7 @@ mod tests {
         fs::write(&path, line(1, "aa")).unwrap();
         drop(start::<MetricsLines>(&path, 2).unwrap());
         assert_eq!(fs::read_to_string(&path).unwrap(), lines(1..=1, "aa"));
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2 + 5);
+        assert_eq!(fs::read_dir(dir).unwrap().count(), 2 + 5);
     }
 
     #[test]
@@ -323,8 +325,8 @@ mod tests {
 
     #[test]
     fn recorded_file_is_the_runs_own() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("m");
+        let dir = &Folder::on_disk();
+        let path = dir.join("m");
         let check = |runs: &[&str]| check_recorded::<MetricsLines>(&path, runs);
         assert_eq!(check(&["aa"]).unwrap_err(), "no file is there now");
         fs::write(&path, lines(1..=2, "aa") + &lines(3..=3, "bb")).unwrap();
@@ -338,7 +340,7 @@ mod tests {
             "the file is no metrics file now"
         );
         fs::write(&path, lines(1..=2, "aa")).unwrap();
-        let link = dir.path().join("link");
+        let link = dir.join("link");
         std::os::unix::fs::symlink("m", &link).unwrap();
         check_recorded::<MetricsLines>(&link, &["aa"]).unwrap_err();
     }

@@ -53,10 +53,10 @@ fn check_same(ranks: Option<&Ranks>, processes: usize) -> Result<(), CliError> {
         .map(|ranks| ranks.world_size)
         .filter(|size| *size > 1 && *size != processes);
     match other {
-        Some(size) => Err(CliError::Usage(format!(
+        Some(size) => Err(usage!(
             "mpirun started {processes} processes, but WORLD_SIZE={size}: start the run by one launcher, or unset \
              RANK and WORLD_SIZE"
-        ))),
+        )),
         None => Ok(()),
     }
 }
@@ -74,10 +74,10 @@ fn check_not_launched(launched: Option<&Ranks>) -> Result<(), CliError> {
         Launcher::Slurm => "srun",
         _ => "another launcher",
     };
-    Err(CliError::Usage(format!(
+    Err(usage!(
         "{by} started this process as rank {rank} of {world_size}, but on the host ranks cannot communicate under it: \
          start one process with --ranks {world_size}, or use mpirun; with --comm threads each process trains by itself"
-    )))
+    ))
 }
 
 fn not_built() -> CliError {
@@ -143,9 +143,9 @@ fn open_mpi_notice() -> Option<String> {
 #[cfg(feature = "mpi")]
 fn check_ranks(args: &TrainArgs, started: usize) -> Result<(), CliError> {
     match args.ranks {
-        Some(flag) if flag != started => Err(CliError::Usage(format!(
-            "--ranks {flag}: mpirun started {started} ranks"
-        ))),
+        Some(flag) if flag != started => {
+            Err(usage!("--ranks {flag}: mpirun started {started} ranks"))
+        }
         _ => Ok(()),
     }
 }

@@ -53,7 +53,7 @@ impl Observer {
 
         if let Some(dir) = &setup.outputs.report {
             fs::create_dir_all(dir)
-                .map_err(|e| CliError::Usage(format!("failed to create {}: {e}", dir.display())))?;
+                .map_err(|e| usage!("failed to create {}: {e}", dir.display()))?;
         }
 
         let bar = progress_bar(setup.options.steps);
@@ -201,9 +201,8 @@ impl Observer {
             .collect();
         let curve = loss_curve::svg(&steps, &validation, setup.workload.data.unigram_loss())?;
 
-        let failed = |path: &Path, e: io::Error| {
-            CliError::Failure(format!("failed to write {}: {e}", path.display()))
-        };
+        let failed =
+            |path: &Path, e: io::Error| failure!("failed to write {}: {e}", path.display());
         report_folder::move_aside(dir, setup.first_step)?;
         let files = [
             ("summary.txt", table.to_owned()),

@@ -62,7 +62,7 @@ pub(crate) fn draw(
         Ok(())
     };
 
-    drawn().map_err(|e| CliError::Failure(format!("failed to draw {title}: {e}")))?;
+    drawn().map_err(|e| failure!("failed to draw {title}: {e}"))?;
     Ok(out)
 }
 

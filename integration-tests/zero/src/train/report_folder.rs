@@ -23,10 +23,10 @@ pub(super) const SUMMARY: &str = "summary.json";
 pub(crate) fn reported_steps(dir: &Path) -> Result<Vec<StepMetrics>, CliError> {
     let path = dir.join(SUMMARY);
     let failed = |why: String| {
-        CliError::Usage(format!(
+        usage!(
             "{}: not the figures of a report: {why}; remove the file, or name another folder with --report",
             path.display()
-        ))
+        )
     };
     let summary = files::read_if_present(&path, u64::MAX).map_err(|e| failed(e.to_string()))?;
     let Some(summary) = summary else {
@@ -63,8 +63,7 @@ pub(crate) fn move_aside(dir: &Path, step: u64) -> Result<(), CliError> {
         return Ok(());
     };
     let summary = dir.join(SUMMARY);
-    fs::rename(&summary, aside)
-        .map_err(|e| CliError::Failure(format!("failed to rename {}: {e}", summary.display())))
+    fs::rename(&summary, aside).map_err(|e| failure!("failed to rename {}: {e}", summary.display()))
 }
 
 /// Checks that a resumed run may replace the report in `dir` that its record names, and no flag:
@@ -123,8 +122,7 @@ pub(crate) fn check(
     first_step: u64,
 ) -> Result<Option<String>, CliError> {
     let dir_name = dir.display();
-    let usage =
-        |why: &str| CliError::Usage(format!("--report {dir_name}: {why}; name another folder"));
+    let usage = |why: &str| usage!("--report {dir_name}: {why}; name another folder");
     let checkpoints = options.checkpoint.as_ref();
     let saves_here = checkpoints.is_some_and(|(folder, _)| absolute(folder) == absolute(dir));
     if saves_here || has_checkpoints(dir).map_err(CliError::usage)? {

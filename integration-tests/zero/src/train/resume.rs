@@ -134,7 +134,7 @@ impl Resumed {
         let config = config
             .map_err(|e| {
                 let path = path.display();
-                CliError::Usage(format!("{path}: invalid model configuration: {e}"))
+                usage!("{path}: invalid model configuration: {e}")
             })?
             .map(|(config, _)| config);
 
@@ -403,11 +403,11 @@ impl Resumed {
                     .is_ok_and(|m| m.is_dir() && is_for_user(m.uid(), m.mode(), user))
             };
             if !is_named && recorded == now && !is_usable() {
-                return Err(CliError::Usage(format!(
+                return Err(usage!(
                     "the resumed run had scratch files in {}, which is no folder of yours on this machine: pass \
                      {flag} nvme:DIR, or {flag} none",
                     dir.display()
-                )));
+                ));
             }
         }
 
@@ -466,9 +466,9 @@ impl Resumed {
             format!(" {own}")
         };
 
-        Err(CliError::Usage(format!(
+        Err(usage!(
             "--model {name}: {path} is a checkpoint of another model{of} ({differences}); remove --model"
-        )))
+        ))
     }
 }
 
@@ -581,9 +581,9 @@ fn find(path: &Path, exact: bool) -> Result<(Reader, Vec<String>), CliError> {
     })?;
 
     if let Some((name, reason)) = passed_over.first().filter(|_| exact) {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--resume-exact: the newest checkpoint {name} is not whole: {reason}"
-        )));
+        ));
     }
 
     let notice =

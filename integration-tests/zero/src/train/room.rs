@@ -118,10 +118,10 @@ fn fits(
     let free = bytes(free_bytes);
     let added = saves.added(present);
     if added > 0 && free_bytes < saves.checkpoint_bytes {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "a checkpoint of this run has {each}, but the file system of the folder {dir} has {free} free; free some \
              space, name a folder on another disk (--checkpoint DIR), or save nothing (--no-checkpoint)"
-        )));
+        ));
     }
 
     let added_bytes = saves.checkpoint_bytes.saturating_mul(added);
@@ -136,6 +136,8 @@ fn fits(
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::{Folder, Printed};
+
     use std::path::PathBuf;
 
     use super::*;
@@ -154,9 +156,7 @@ mod tests {
         let error = of(saves(1, None), 0, (1 << 20) - 1024).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         let error = error.to_string();
-        for part in ["1.00 MiB", "1023.00 KiB", "a/b", "--no-checkpoint"] {
-            assert!(error.contains(part), "{part:?} is not in: {error}");
-        }
+        error.shows(&["1.00 MiB", "1023.00 KiB", "a/b", "--no-checkpoint"]);
 
         assert_eq!(of(saves(1, None), 0, 1 << 20).unwrap(), None);
         assert!(of(saves(9, Some(2)), 7, 0).is_err());
@@ -168,8 +168,7 @@ mod tests {
     fn less_room_than_is_kept_is_a_note() {
         let of = |saves, present| fits(Path::new("a"), &saves, present, 3 << 20).unwrap();
         let note = of(saves(4, None), 0).unwrap();
-        assert!(note.contains("4 checkpoints of 1.00 MiB"), "{note}");
-        assert!(note.contains("4.00 MiB in all"), "{note}");
+        note.shows(&["4 checkpoints of 1.00 MiB", "4.00 MiB in all"]);
         assert_eq!(of(saves(3, None), 0), None);
         assert_eq!(of(saves(100, Some(3)), 0), None);
         assert!(of(saves(100, Some(4)), 0).is_some());
@@ -209,8 +208,8 @@ mod tests {
 
     #[test]
     fn free_bytes_of_a_folder_to_be_created() {
-        let dir = tempfile::tempdir().unwrap();
-        assert!(free_bytes(&dir.path().join("a/b")).is_some());
+        let dir = &Folder::on_disk();
+        assert!(free_bytes(&dir.join("a/b")).is_some());
         // The files of /proc have no blocks.
         let proc = Path::new("/proc/self");
         if proc.exists() {

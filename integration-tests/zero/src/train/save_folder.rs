@@ -32,12 +32,10 @@ pub(crate) fn check(dir: &Path, run: &StoreOptions) -> Result<(), CliError> {
         CkptError::AnotherRun { path, run } => {
             let newest = path.file_name().unwrap_or_default().display();
             let run = run.map(|run| format!(" ({run})")).unwrap_or_default();
-            CliError::Usage(format!(
-                "--checkpoint {dir_name}: the folder holds checkpoints of another run{run}, the newest is {newest}: \
-                 continue that run with --resume {dir_name}, or name another folder"
-            ))
+            usage!("--checkpoint {dir_name}: the folder holds checkpoints of another run{run}, the newest is {newest}: \
+                 continue that run with --resume {dir_name}, or name another folder")
         }
-        other => CliError::Usage(format!("--checkpoint {other}")),
+        other => usage!("--checkpoint {other}"),
     })
 }
 
@@ -80,10 +78,10 @@ pub(crate) fn reserve(folder: &mut PathBuf, notices: &mut Vec<String>) -> Result
         match std::fs::create_dir(&next) {
             Err(e) if e.kind() == ErrorKind::AlreadyExists => continue,
             Err(e) => {
-                return Err(CliError::Usage(format!(
+                return Err(usage!(
                     "failed to create the folder {}: {e}",
                     next.display()
-                )));
+                ));
             }
             Ok(()) if next != taken => {
                 notices.push(format!(

@@ -131,5 +131,5 @@ fn is_ignored(signal: i32) -> bool {
 
 /// The error of a handler that could not be installed.
 fn not_handled(error: std::io::Error) -> CliError {
-    CliError::Failure(format!("failed to install a signal handler: {error}"))
+    failure!("failed to install a signal handler: {error}")
 }

@@ -1,7 +1,5 @@
 //! The text after a run: measured figures beside the formulas.
 
-use std::fmt::Write;
-
 use indicatif::HumanCount;
 use zero_optim::LossScaling;
 
@@ -41,7 +39,7 @@ pub(crate) fn closing(
     let applied = steps.iter().rfind(|s| !s.skipped).unwrap_or(last);
     traffic_table(&mut out, setup, &applied.comm_bytes);
     if let Some(path) = &first.checkpoint {
-        let _ = writeln!(out, "checkpoint: {}", path.display());
+        out += &format!("checkpoint: {}\n", path.display());
     }
 
     out
@@ -54,9 +52,9 @@ fn nothing_to_do(out: &mut String, setup: &RunSetup, first: &RankSummary) {
         Some(_) => format!("the checkpoint is at step {at}, --steps {steps} is the last step"),
         None => format!("--steps {steps} is the last step"),
     };
-    let _ = writeln!(out, "nothing to do: {reason}");
+    *out += &format!("nothing to do: {reason}\n");
     if let Some(path) = &first.checkpoint {
-        let _ = writeln!(out, "checkpoint: {}", path.display());
+        *out += &format!("checkpoint: {}\n", path.display());
     }
 }
 
@@ -65,14 +63,13 @@ fn interrupted(out: &mut String, setup: &RunSetup, first: &RankSummary) {
         (Some((dir, _)), Some(_)) => format!("; continue with --resume {}", dir.display()),
         _ => String::new(),
     };
-    let _ = writeln!(out, "interrupted at step {}{rest}", first.step);
+    *out += &format!("interrupted at step {}{rest}\n", first.step);
 }
 
 fn loss(out: &mut String, setup: &RunSetup, last: &StepMetrics, steps: &[StepMetrics]) {
     let newest = &steps[steps.len().saturating_sub(20)..];
-    let _ = writeln!(
-        out,
-        "loss {:.4}, the mean of the last {} of {} (a model of token frequencies alone: {:.4})",
+    *out += &format!(
+        "loss {:.4}, the mean of the last {} of {} (a model of token frequencies alone: {:.4})\n",
         newest.iter().map(|s| s.loss).sum::<f64>() / newest.len().max(1) as f64,
         newest.len(),
         counted(last.step, "step"),
@@ -82,9 +79,8 @@ fn loss(out: &mut String, setup: &RunSetup, last: &StepMetrics, steps: &[StepMet
 
 fn speed(out: &mut String, setup: &RunSetup, steps: &[StepMetrics]) {
     if let Some(rate) = median(steps.iter().skip(2).map(|s| s.tokens_per_s)) {
-        let _ = writeln!(
-            out,
-            "{} tokens/s, the median of the steps after the second",
+        *out += &format!(
+            "{} tokens/s, the median of the steps after the second\n",
             HumanCount(rate as u64)
         );
     }
@@ -95,9 +91,8 @@ fn speed(out: &mut String, setup: &RunSetup, steps: &[StepMetrics]) {
             .map(|s| s.overlap.exposed_comm_ms / s.step_ms),
     );
     if let Some(exposed) = exposed.filter(|_| setup.is_recorded()) {
-        let _ = writeln!(
-            out,
-            "{:.0}% of a step is communication that compute does not hide",
+        *out += &format!(
+            "{:.0}% of a step is communication that compute does not hide\n",
             exposed * 100.0
         );
     }
@@ -172,9 +167,8 @@ fn validation(out: &mut String, rank: &RankSummary, steps: &[StepMetrics]) {
             tokens,
         } = last;
         let tokens = HumanCount(tokens);
-        let _ = writeln!(
-            out,
-            "validation loss {loss:.4}, perplexity {perplexity:.4}, after step {step} over {tokens} tokens"
+        *out += &format!(
+            "validation loss {loss:.4}, perplexity {perplexity:.4}, after step {step} over {tokens} tokens\n"
         );
     }
 
@@ -183,9 +177,8 @@ fn validation(out: &mut String, rank: &RankSummary, steps: &[StepMetrics]) {
             .as_ref()
             .map(|path| format!(": {}", path.display()))
             .unwrap_or_default();
-        let _ = writeln!(
-            out,
-            "best validation loss {:.4}, after step {}{path}",
+        *out += &format!(
+            "best validation loss {:.4}, after step {}{path}\n",
             best.loss, best.step
         );
     }
@@ -233,9 +226,8 @@ fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utiliz
     let Some(tflops) = median(usual.iter().map(|b| b.tflops)) else {
         return;
     };
-    let _ = writeln!(
-        out,
-        "\n{:<26} {:>12} {:>12}",
+    *out += &format!(
+        "\n{:<26} {:>12} {:>12}\n",
         "a step of rank 0", "median ms", "of the run"
     );
     let wall: f64 = all.iter().map(|b| b.wall_ms).sum();
@@ -244,9 +236,8 @@ fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utiliz
         let sum: f64 = all.iter().map(|b| of(b)).sum();
         let ms = median(usual.iter().map(|b| of(b))).unwrap_or(0.0);
         if sum > 0.0 {
-            let _ = writeln!(
-                out,
-                "  {name:<24} {ms:>12.3} {:>11.1}%",
+            *out += &format!(
+                "  {name:<24} {ms:>12.3} {:>11.1}%\n",
                 sum / wall.max(f64::MIN_POSITIVE) * 100.0
             );
         }
@@ -257,7 +248,7 @@ fn breakdown_table(out: &mut String, steps: &[StepMetrics], utilization: &Utiliz
     }
     row("all", |b| b.wall_ms);
     row("host's update, all of it", |b| b.update_ms);
-    let _ = writeln!(out, "{}", utilization.describe(tflops));
+    *out += &format!("{}\n", utilization.describe(tflops));
 }
 
 fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
@@ -288,9 +279,8 @@ fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
         "formula"
     };
 
-    let _ = writeln!(
-        out,
-        "\n{:<26} {:>12} {most:>12}",
+    *out += &format!(
+        "\n{:<26} {:>12} {most:>12}\n",
         "sent by a rank in a step", "measured"
     );
 
@@ -319,9 +309,8 @@ fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
         if name == "all-to-all" && !shares {
             continue;
         }
-        let _ = writeln!(
-            out,
-            "  {name:<24} {:>12} {:>12}",
+        *out += &format!(
+            "  {name:<24} {:>12} {:>12}\n",
             bytes(measured),
             bytes(formula)
         );
@@ -336,6 +325,8 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::Printed;
+
     use super::*;
 
     /// Steps with these losses, loss scales and whether they were skipped.
@@ -360,16 +351,10 @@ mod tests {
             error.starts_with("step 4: the last 3 steps were skipped"),
             "{error}"
         );
-        assert!(
-            error.contains("the checkpoint has the weights of step 1"),
-            "{error}"
-        );
+        error.shows(&["the checkpoint has the weights of step 1"]);
         assert!(message(&[(2.0, 1.0, false), skipped, skipped, skipped], Some(1.0)).is_some());
         let error = message(&[applied, (f64::NAN, 1.0, true)], None).unwrap();
-        assert!(
-            error.contains("the loss is not finite") && error.contains("not saved"),
-            "{error}"
-        );
+        error.shows(&["the loss is not finite", "not saved"]);
 
         // One or two outliers, and steps that were skipped earlier.
         assert_eq!(message(&[applied, skipped, skipped], None), None);

@@ -87,7 +87,7 @@ fn run(
     let tune = measure(&measurement)?;
     let mut text = measured_table::table(&tune);
     let Some(best) = tune.trials.first() else {
-        return Err(CliError::Failure("autotuning: no trial".to_owned()));
+        return Err(failure!("autotuning: no trial"));
     };
     let config = merged(user, &best.choice);
     let path = write_optimal(&measurement.out, &config)?;
@@ -101,9 +101,7 @@ fn run(
 }
 
 fn refused(why: &str) -> CliError {
-    CliError::Usage(format!(
-        "autotuning: {why}, or set autotuning.enabled to false to train"
-    ))
+    usage!("autotuning: {why}, or set autotuning.enabled to false to train")
 }
 
 fn measurement(
@@ -220,9 +218,8 @@ fn write_optimal(folder: &Path, config: &Value) -> Result<PathBuf, CliError> {
     let numbered = (2u64..).map(|number| format!("{OPTIMAL}-{number}.json"));
     for name in std::iter::once(format!("{OPTIMAL}.json")).chain(numbered) {
         let path = folder.join(name);
-        let failed = |error: std::io::Error| {
-            CliError::Failure(format!("failed to write {}: {error}", path.display()))
-        };
+        let failed =
+            |error: std::io::Error| failure!("failed to write {}: {error}", path.display());
         match files::read_if_present(&path, SMALL_FILE_BYTES).map_err(failed)? {
             Some(found) if found == text.as_bytes() => return Ok(path),
             Some(_) => {}
@@ -232,10 +229,10 @@ fn write_optimal(folder: &Path, config: &Value) -> Result<PathBuf, CliError> {
             }
         }
     }
-    Err(CliError::Failure(format!(
+    Err(failure!(
         "{}: no free name for {OPTIMAL}.json",
         folder.display()
-    )))
+    ))
 }
 
 #[cfg(test)]

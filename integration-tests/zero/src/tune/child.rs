@@ -61,7 +61,7 @@ impl ChildRun<'_> {
     ) -> Result<Outcome, CliError> {
         let mut process = self
             .start()
-            .map_err(|error| CliError::Failure(format!("failed to start zero train: {error}")))?;
+            .map_err(|error| failure!("failed to start zero train: {error}"))?;
         let limit = Duration::from_secs(self.minutes.saturating_mul(60));
         let begun = Instant::now();
         let mut steps = Steps::default();

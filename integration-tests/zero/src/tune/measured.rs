@@ -97,10 +97,10 @@ pub(super) fn run(args: &TuneArgs, data: &Path) -> Result<(), CliError> {
 /// A model, data, a machine or a folder that cannot be used, a signal, or all trials failed.
 pub(super) fn measure(of: &Measurement) -> Result<MeasuredTune, CliError> {
     if !of.data.exists() {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--data {}: no such file or folder",
             of.data.display()
-        )));
+        ));
     }
     let mut folder = ResultsFolder::open(&of.out)?;
     let hardware = of.search.hardware.as_deref();
@@ -142,10 +142,9 @@ pub(super) fn measure(of: &Measurement) -> Result<MeasuredTune, CliError> {
 /// The configurations to measure.
 fn search(of: &Measurement, place: &TrialMachine) -> Result<Tuned, CliError> {
     if !place.on_host && of.search.dtype == Some(DTypeFlag::Fp32) {
-        return Err(CliError::Usage(
+        return Err(usage!(
             "steps in fp32 on GPUs cannot be simulated: tune with --dtype bf16 or fp16 (in a DeepSpeed configuration, \
              enable bf16 or fp16)"
-                .to_owned(),
         ));
     }
     let rows = of.rows.map(|rows| match rows {
@@ -162,7 +161,7 @@ fn search(of: &Measurement, place: &TrialMachine) -> Result<Tuned, CliError> {
         ..of.search.clone()
     };
     search_most(&args, of.trials).map_err(|error| match rows {
-        Some(rows) => CliError::Usage(format!("a batch of {rows} sequences: {error}")),
+        Some(rows) => usage!("a batch of {rows} sequences: {error}"),
         None => error,
     })
 }
@@ -323,7 +322,7 @@ pub(super) fn document_text(config: &Value) -> Result<String, CliError> {
 
 fn write_config(path: &Path, config: &Value) -> Result<(), CliError> {
     std::fs::write(path, document_text(config)?)
-        .map_err(|error| CliError::Failure(format!("failed to write {}: {error}", path.display())))
+        .map_err(|error| failure!("failed to write {}: {error}", path.display()))
 }
 
 fn result(

@@ -1,7 +1,5 @@
 //! Measured configurations as text.
 
-use std::fmt::Write;
-
 use indicatif::HumanCount;
 
 use super::measured_tune::{MeasuredChoice, MeasuredTune, shell_line};
@@ -30,8 +28,7 @@ pub(super) fn table(tune: &MeasuredTune) -> String {
         tune.steps - tune.counted_steps,
     );
     if earlier > 0 {
-        // Writing to a string does not fail.
-        let _ = write!(text, "; {earlier} by an earlier tune");
+        text += &format!("; {earlier} by an earlier tune");
     }
 
     text += "\n\nrank  simulated ms  measured ms    error    tokens/s  peak memory  flags\n";
@@ -41,12 +38,11 @@ pub(super) fn table(tune: &MeasuredTune) -> String {
         if let Some(failure) = &trial.failure {
             let log = tune.out.join(format!("{}.log", trial.trial));
             let flags = trial.flags.join(" ");
-            let _ = writeln!(text, "{flags}: {failure} ({})", log.display());
+            text += &format!("{flags}: {failure} ({})\n", log.display());
         }
     }
-    let _ = writeln!(
-        text,
-        "the simulation was off by {:.1}% on average, {:+.1}% at worst",
+    text += &format!(
+        "the simulation was off by {:.1}% on average, {:+.1}% at worst\n",
         tune.mean_error_percent, tune.worst_error_percent
     );
     text

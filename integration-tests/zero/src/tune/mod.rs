@@ -188,10 +188,11 @@ fn search_most(args: &TuneArgs, most: usize) -> Result<Tuned, CliError> {
     let machines = Machines::new(&base)?;
     let tuned = search::run(&machines, args.batch_tokens, most)?;
     if tuned.best.is_empty() {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "{} fits in no configuration on {hardware}: {} were tried; use more GPUs or shorter sequences, or see zero plan for what the memory goes to",
-            args.model, tuned.candidates
-        )));
+            args.model,
+            tuned.candidates
+        ));
     }
     Ok(tuned)
 }

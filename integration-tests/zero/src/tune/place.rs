@@ -50,7 +50,7 @@ impl TrialMachine {
         let cluster = cluster(&hardware)?;
         let of_node = cluster.gpus_per_node;
         let is_host = cluster.machine.cores.is_some();
-        let refused = |why: &str| Err(CliError::Usage(format!("--hardware {hardware}: {why}")));
+        let refused = |why: &str| Err(usage!("--hardware {hardware}: {why}"));
         match () {
             () if cluster.nodes > 1 => {
                 refused("trials run on this machine alone: expected one node, such as h100-80g:8x1")
@@ -85,9 +85,8 @@ fn is_host(device: DeviceChoice, ranks: Option<usize>) -> Result<bool, CliError>
     match backend::choose(&args)? {
         Backend::Host => Ok(true),
         Backend::Cuda { launched: None, .. } => Ok(false),
-        Backend::Cuda { .. } => Err(CliError::Usage(
+        Backend::Cuda { .. } => Err(usage!(
             "a launcher started this process, but trials start their ranks themselves: start one process without it"
-                .to_owned(),
         )),
     }
 }

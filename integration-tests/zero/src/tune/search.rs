@@ -182,9 +182,7 @@ pub(crate) fn candidates(
     };
     readings.iter().find_map(of_reading).ok_or_else(|| {
         let tokens = readings.iter().flatten().next().unwrap_or(&0);
-        CliError::Usage(format!(
-            "--batch-tokens {tokens}: expected a multiple of {gpus} GPUs x {seq_len} tokens, or of fewer GPUs with tensor parallelism"
-        ))
+        usage!("--batch-tokens {tokens}: expected a multiple of {gpus} GPUs x {seq_len} tokens, or of fewer GPUs with tensor parallelism")
     })
 }
 

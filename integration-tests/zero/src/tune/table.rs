@@ -1,7 +1,5 @@
 //! The best configurations as text.
 
-use std::fmt::Write;
-
 use indicatif::HumanCount;
 
 use super::candidate::CONFIG_FILE;
@@ -23,8 +21,7 @@ pub(super) fn text(tuned: &Tuned, model: &str) -> String {
         HumanCount(tuned.refused as u64),
     );
     if let Some(tokens) = tuned.batch_tokens {
-        // Writing to a string does not fail.
-        let _ = writeln!(text, "A step has {} tokens.", HumanCount(tokens));
+        text += &format!("A step has {} tokens.\n", HumanCount(tokens));
     }
     if tuned.extrapolated {
         text += "Extrapolated: the formulas were compared with runs of up to 128 GPUs.\n";
@@ -45,13 +42,10 @@ fn of_choice(number: usize, choice: &Choice, tuned: &Tuned, model: &str) -> Stri
         bytes(choice.gpu_bytes)
     );
     if choice.host_bytes > 0 {
-        // Writing to a string does not fail.
-        let _ = write!(text, ", {} of the host a GPU", bytes(choice.host_bytes));
+        text += &format!(", {} of the host a GPU", bytes(choice.host_bytes));
     }
-    // Writing to a string does not fail.
-    let _ = writeln!(
-        text,
-        "\n   bound by {}; communication and the host expose {:.1} ms",
+    text += &format!(
+        "\n   bound by {}; communication and the host expose {:.1} ms\n",
         choice.bound, choice.exposed_ms
     );
     // On several nodes a launcher starts the ranks.
@@ -60,14 +54,11 @@ fn of_choice(number: usize, choice: &Choice, tuned: &Tuned, model: &str) -> Stri
         _ => String::new(),
     };
     let flags = choice.flags.join(" ");
-    let _ = writeln!(
-        text,
-        "   zero train --model {model} --device cuda{ranks} {flags}"
-    );
+    text += &format!("   zero train --model {model} --device cuda{ranks} {flags}\n");
     let file = match choice.candidate.prefetch_elems {
         Some(_) => format!(", the {CONFIG_FILE} of these flags"),
         None => String::new(),
     };
-    let _ = writeln!(text, "   DeepSpeed{file}: {}", choice.deepspeed);
+    text += &format!("   DeepSpeed{file}: {}\n", choice.deepspeed);
     text
 }

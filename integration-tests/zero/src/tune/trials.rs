@@ -68,8 +68,7 @@ impl ResultsFolder {
     /// It holds other files, another tune uses it, or its trials cannot be read.
     pub(crate) fn open(path: &Path) -> Result<Self, CliError> {
         let shown = path.display();
-        let refused =
-            |why: &dyn std::fmt::Display| CliError::Usage(format!("--out {shown}: {why}"));
+        let refused = |why: &dyn std::fmt::Display| usage!("--out {shown}: {why}");
         fs::create_dir_all(path).map_err(|e| refused(&e))?;
         if let Some(other) = foreign_file(path).map_err(|e| refused(&e))? {
             return Err(refused(&format_args!(
@@ -131,7 +130,7 @@ impl ResultsFolder {
     pub(crate) fn add(&mut self, trial: Trial) -> Result<(), CliError> {
         let failed = |error: io::Error| {
             let file = self.path.join(TRIALS);
-            CliError::Failure(format!("failed to write {}: {error}", file.display()))
+            failure!("failed to write {}: {error}", file.display())
         };
         let line = serde_json::to_string(&trial).map_err(CliError::failure)? + "\n";
         self.file.write_all(line.as_bytes()).map_err(failed)?;
@@ -183,6 +182,8 @@ fn parse(bytes: &[u8]) -> Result<(Vec<Trial>, usize), String> {
 
 #[cfg(test)]
 mod tests {
+    use integration_tests::{Files, Folder, Printed};
+
     use super::*;
 
     fn trial(number: u64, flags: &str, outcome: Outcome) -> Trial {
@@ -215,8 +216,8 @@ mod tests {
 
     #[test]
     fn trials_are_found_again() {
-        let dir = tempfile::tempdir().unwrap();
-        let out = dir.path().join("out");
+        let dir = &Folder::on_disk();
+        let out = dir.join("out");
         let mut folder = ResultsFolder::open(&out).unwrap();
         let message = "error".to_owned();
         let all = [
@@ -227,7 +228,7 @@ mod tests {
         all.iter()
             .for_each(|trial| folder.add(trial.clone()).unwrap());
         let error = ResultsFolder::open(&out).unwrap_err().to_string();
-        assert!(error.contains("another zero tune"), "{error}");
+        error.shows(&["another zero tune"]);
         drop(folder);
 
         let folder = ResultsFolder::open(&out).unwrap();
@@ -247,18 +248,18 @@ mod tests {
 
     #[test]
     fn half_written_last_line_is_removed() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join(TRIALS);
+        let dir = &Folder::on_disk();
+        let file = dir.join(TRIALS);
         let line = |number| serde_json::to_string(&measured(number, "--stage 1")).unwrap();
         let one = line(1) + "\n";
         let two = line(2);
         for torn in ["", "{", &two[..two.len() / 2], &two, "\0\0\0"] {
             fs::write(&file, one.clone() + torn).unwrap();
-            let mut folder = ResultsFolder::open(dir.path()).unwrap();
+            let mut folder = ResultsFolder::open(dir).unwrap();
             assert_eq!(folder.trials, [measured(1, "--stage 1")], "{torn:?}");
             folder.add(measured(2, "--stage 2")).unwrap();
             drop(folder);
-            let folder = ResultsFolder::open(dir.path()).unwrap();
+            let folder = ResultsFolder::open(dir).unwrap();
             assert_eq!(folder.trials.len(), 2, "{torn:?}");
         }
         // Another program's lines are not removed, whole or not.
@@ -272,7 +273,7 @@ mod tests {
             ),
         ] {
             fs::write(&file, &other).unwrap();
-            let error = ResultsFolder::open(dir.path()).unwrap_err();
+            let error = ResultsFolder::open(dir).unwrap_err();
             assert_eq!(error.exit_code(), 2);
             let line = format!("line {number}");
             assert!(error.to_string().contains(&line), "{error}");
@@ -282,13 +283,13 @@ mod tests {
 
     #[test]
     fn other_folders_are_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join(MACHINE), "").unwrap();
-        drop(ResultsFolder::open(dir.path()).unwrap());
-        fs::remove_file(dir.path().join(TRIALS)).unwrap();
-        fs::write(dir.path().join("notes"), "").unwrap();
-        let error = ResultsFolder::open(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("notes"), "{error}");
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+        let dir = &Folder::on_disk();
+        dir.write(MACHINE, "");
+        drop(ResultsFolder::open(dir).unwrap());
+        fs::remove_file(dir.join(TRIALS)).unwrap();
+        dir.write("notes", "");
+        let error = ResultsFolder::open(dir).unwrap_err().to_string();
+        error.shows(&["notes"]);
+        assert_eq!(fs::read_dir(dir).unwrap().count(), 2);
     }
 }

@@ -7,6 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use integration_tests::{Files, Folder};
+
 use super::{data, has_mpirun, place};
 
 /// The folders of one made-up machine.
@@ -21,12 +23,11 @@ impl Machine {
         fs::create_dir_all(root.join("text")).unwrap();
         copy_folder(Path::new(&data("model")), &root.join("model"));
         fs::copy(data("tokens.u16.bin"), root.join("tokens.bin")).unwrap();
-        fs::write(
-            root.join("ds.json"),
+        root.write(
+            "ds.json",
             r#"{"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}"#,
-        )
-        .unwrap();
-        fs::write(root.join("tokenizer.json"), tokenizer()).unwrap();
+        );
+        root.write("tokenizer.json", tokenizer());
 
         let mut names = ["B.txt", "a.txt", "E.txt", "z/c.txt"];
         names.rotate_left((seed % 4) as usize);
@@ -108,16 +109,16 @@ enum Data {
 
 /// A run with a machine for each rank.
 struct Run {
-    folder: tempfile::TempDir,
+    folder: Folder,
     machines: Vec<Machine>,
     flags: Vec<Vec<String>>,
 }
 
 impl Run {
     fn new(ranks: usize, seed: u64, data: Data, common: &[&str]) -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = Folder::on_disk();
         let machines: Vec<_> = (0..ranks)
-            .map(|rank| Machine::new(folder.path(), rank, seed + rank as u64))
+            .map(|rank| Machine::new(&folder, rank, seed + rank as u64))
             .collect();
         let flags = machines.iter().map(|machine| {
             let mut flags: Vec<String> = common.iter().map(|flag| (*flag).to_owned()).collect();
@@ -153,7 +154,7 @@ impl Run {
     /// Starts all ranks, with different locales, time zones and folders.
     fn start(&self) -> Output {
         let mut command = Command::new("mpirun");
-        command.env("OMPI_MCA_orte_tmpdir_base", self.folder.path());
+        command.env("OMPI_MCA_orte_tmpdir_base", self.folder.as_os_str());
         command.args(["--allow-run-as-root", "--oversubscribe"]);
         for (rank, (machine, flags)) in self.machines.iter().zip(&self.flags).enumerate() {
             if rank > 0 {

@@ -6,6 +6,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use integration_tests::{Files, Folder, Printed};
+
 use super::{has_mpirun, mpirun, train};
 use crate::place;
 
@@ -33,10 +35,12 @@ fn signal(process: &str, name: &str) {
 }
 
 /// A run of two ranks in `dir` that only a signal ends.
-fn start(dir: &Path, more: &[&str]) -> Child {
-    let flags = ["--steps", "1000000", "--metrics", "m", "--checkpoint", "c"];
+fn start(dir: &Path, more: &str) -> Child {
     let mut command = mpirun(2, dir);
-    command.args(train(2, &[&flags[..], more].concat()));
+    command.args(train(
+        2,
+        &format!("--steps 1000000 --metrics m --checkpoint c {more}"),
+    ));
     command.current_dir(dir).stdout(Stdio::piped());
     command.stderr(Stdio::piped()).spawn().unwrap()
 }
@@ -58,9 +62,8 @@ fn sigusr1_to_mpirun_saves_after_a_long_step() {
     if !has_mpirun() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    let mut run = start(dir, &["--grad-accum", STEP_OF_SECONDS]);
+    let dir = &Folder::on_disk();
+    let mut run = start(dir, &format!("--grad-accum {STEP_OF_SECONDS}"));
     wait_until("a step", || {
         assert!(run.try_wait().unwrap().is_none(), "the run ended");
         steps(dir) >= 1
@@ -68,7 +71,7 @@ fn sigusr1_to_mpirun_saves_after_a_long_step() {
     signal(&run.id().to_string(), "-USR1");
     let text = has_saved(run, dir);
     assert!(text.contains("kill -USR1"), "no note at the start: {text}");
-    assert!(text.contains("a second signal ends it at once"), "{text}");
+    text.shows(&["a second signal ends it at once"]);
 }
 
 /// The other rank learns of the signal, which is the exit code of both.
@@ -77,9 +80,8 @@ fn sigterm_of_one_rank_is_the_exit_code() {
     if !has_mpirun() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    let run = start(dir, &[]);
+    let dir = &Folder::on_disk();
+    let run = start(dir, "");
     wait_until("a step", || steps(dir) >= 1);
     let mpirun = run.id().to_string();
     let ranks = Command::new("pgrep")
@@ -101,9 +103,8 @@ fn rank_that_waits_for_the_start_of_others_says_so() {
     if !has_mpirun() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
-    let args = train(2, &["--steps", "1", "--time-limit", "2"]);
+    let dir = &Folder::on_disk();
+    let args = train(2, "--steps 1 --time-limit 2");
     let late = "until [ -e go ]; do sleep 0.05; done; exec \"$@\"";
     let mut command = mpirun(1, dir);
     command
@@ -116,7 +117,7 @@ fn rank_that_waits_for_the_start_of_others_says_so() {
     let lines = BufReader::new(run.stderr.take().unwrap()).lines();
     let mut lines = lines.map_while(Result::ok);
     let waits = lines.any(|line| line.contains("rank 0 waits in MPI_Init for the other ranks"));
-    fs::write(dir.join("go"), "").unwrap();
+    dir.write("go", "");
     assert!(waits, "the run ended without a note");
     for line in lines {
         eprintln!("{line}");

@@ -15,16 +15,7 @@ use proptest::prelude::Rng;
 use proptest::test_runner::TestRunner;
 
 use crate::monitors::{agree_with_metrics, event_files};
-use crate::place;
-use crate::support::{data, signal, temp, tiny, wait_until, words, zero};
-
-/// Starts `zero` in `dir` without output.
-fn start(dir: &Path, args: &[&str]) -> Child {
-    let mut command: Command = place::zero();
-    command.args(args).current_dir(dir);
-    command.stdout(Stdio::null()).stderr(Stdio::null());
-    command.spawn().unwrap()
-}
+use crate::support::{Printed, Runs, checkpoints, signal, started, temp, wait_for, wait_until};
 
 /// The whole lines of a file.
 fn whole_lines(path: &Path) -> Vec<String> {
@@ -57,25 +48,20 @@ fn killed_run_goes_on_in_its_files() {
     let mut runner = TestRunner::default();
     let mut random = |below: u64| runner.rng().next_u64() % below;
 
-    let dir = temp();
-    let dir = dir.path();
-    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
-    let outputs = ["--metrics", "m", "--tensorboard", "t", "--csv", "t.csv"];
-    let saves = words("--steps 1000000 --checkpoint c --checkpoint-every 3");
-    let first = tiny(&model, &tokens, &[&outputs[..], &saves].concat());
-    let again = vec!["train", "--resume", "c"];
+    let dir = &temp();
+    let first = "--metrics m --tensorboard t --csv t.csv --steps 1000000 --checkpoint c --checkpoint-every 3";
+    let again = || started(dir.command("train --resume c"));
     let rows = || whole_lines(&dir.join("t.csv")).len();
     let mut written = BTreeSet::new();
 
     for kill in 0..kills {
         let before = rows();
-        let mut run = start(dir, if kill == 0 { &first } else { &again });
+        let mut run = if kill == 0 { dir.start(first) } else { again() };
         // Some kills come while the run starts, and moves lines; the first one when there is a
         // checkpoint.
         let more = if kill == 0 { 9 } else { random(12) as usize };
         let is_early = kill > 0 && random(3) == 0;
-        wait_until("rows", || {
-            assert!(run.try_wait().unwrap().is_none(), "the run ended");
+        wait_for(&mut run, || {
             is_early || (rows() >= before + more && dir.join("c/latest").exists())
         });
         std::thread::sleep(Duration::from_micros(random(if is_early {
@@ -90,11 +76,8 @@ fn killed_run_goes_on_in_its_files() {
     }
 
     let before = rows();
-    let mut run = start(dir, &again);
-    wait_until("the end", || {
-        assert!(run.try_wait().unwrap().is_none(), "the run ended");
-        rows() > before
-    });
+    let mut run = again();
+    wait_for(&mut run, || rows() > before);
     signal(&run, "-TERM");
     assert_eq!(run.wait().unwrap().code(), Some(143));
 
@@ -114,13 +97,12 @@ fn killed_run_goes_on_in_its_files() {
 }
 
 /// A run that goes on until a signal ends it, started by `shell` in place of "$@".
-fn started_by(dir: &Path, shell: &str, more: &[&str]) -> Command {
-    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
-    let outputs = ["--metrics", "m", "--steps", "1000000", "--checkpoint", "c"];
-    let args = tiny(&model, &tokens, &[&outputs[..], more].concat());
+fn started_by(dir: &Path, shell: &str, more: &str) -> Command {
+    let flags = format!("--metrics m --steps 1000000 --checkpoint c {more}");
+    let run = dir.tiny_command(&flags);
     let mut command = Command::new("sh");
     command.args(["-c", shell, "sh"]);
-    command.arg(place::zero().get_program()).args(args);
+    command.arg(run.get_program()).args(run.get_args());
     command.current_dir(dir).stdin(Stdio::null());
     command.stdout(Stdio::null()).stderr(Stdio::null());
     command
@@ -130,10 +112,7 @@ fn started_by(dir: &Path, shell: &str, more: &[&str]) -> Command {
 fn steps_go_on(run: &mut Child, dir: &Path) {
     let steps = || whole_lines(&dir.join("m")).len();
     let before = steps();
-    wait_until("steps", || {
-        assert!(run.try_wait().unwrap().is_none(), "the run ended");
-        steps() >= before + 3
-    });
+    wait_for(run, || steps() >= before + 3);
 }
 
 /// Ends the run by a signal; it has saved its last step.
@@ -146,10 +125,9 @@ fn saves_at(mut run: Child, dir: &Path, name: &str, code: i32) {
 
 #[test]
 fn signals_that_are_ignored_at_the_start_end_nothing() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     // nohup ignores the first, a shell without job control the second.
-    let mut run = started_by(dir, "trap '' HUP INT; exec \"$@\"", &[])
+    let mut run = started_by(dir, "trap '' HUP INT; exec \"$@\"", "")
         .spawn()
         .unwrap();
     steps_go_on(&mut run, dir);
@@ -159,16 +137,6 @@ fn signals_that_are_ignored_at_the_start_end_nothing() {
     }
     // The warning of a cluster before a time limit.
     saves_at(run, dir, "-USR1", 138);
-}
-
-#[test]
-fn signals_save_and_are_the_exit_code() {
-    for (name, code) in [("-HUP", 129), ("-TERM", 143)] {
-        let dir = temp();
-        let mut run = started_by(dir.path(), "exec \"$@\"", &[]).spawn().unwrap();
-        steps_go_on(&mut run, dir.path());
-        saves_at(run, dir.path(), name, code);
-    }
 }
 
 /// A pseudo-terminal: the end that a person types into, and that of the programs.
@@ -196,7 +164,7 @@ fn terminal() -> (fs::File, fs::File) {
 }
 
 /// Starts a run whose controlling terminal is `programs`.
-fn start_in(programs: fs::File, dir: &Path, shell: &str, more: &[&str]) -> Child {
+fn start_in(programs: fs::File, dir: &Path, shell: &str, more: &str) -> Child {
     let mut in_session = Command::new("setsid");
     let command = started_by(dir, shell, more);
     in_session
@@ -230,33 +198,30 @@ fn read_all(mut person: fs::File, closes: Arc<AtomicBool>) -> JoinHandle<String>
 
 #[test]
 fn typed_interrupt_saves() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let (mut person, programs) = terminal();
     let printed = read_all(person.try_clone().unwrap(), Arc::default());
-    let mut run = start_in(programs, dir, "exec \"$@\"", &[]);
+    let mut run = start_in(programs, dir, "exec \"$@\"", "");
     steps_go_on(&mut run, dir);
     person.write_all(&[3]).unwrap();
     assert_eq!(run.wait().unwrap().code(), Some(130));
     let last = format!("c/step-{:08}", whole_lines(&dir.join("m")).len());
     assert!(dir.join(last).exists());
     let printed = printed.join().unwrap();
-    assert!(
-        printed.contains("interrupted: the run ends after this step"),
-        "{printed}"
-    );
-    assert!(printed.contains("continue with --resume c"), "{printed}");
+    printed.shows(&[
+        "interrupted: the run ends after this step",
+        "continue with --resume c",
+    ]);
 }
 
 /// The terminal of a run that ignores SIGHUP closes: its prints fail, and it goes on to its end.
 #[test]
 fn closed_terminal_ends_no_run_under_nohup() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let (person, programs) = terminal();
     // The report is written after the last print.
-    let more = ["--steps", "400", "--report", "r"];
-    let mut run = start_in(programs, dir, "trap '' HUP; exec \"$@\"", &more);
+    let more = "--steps 400 --report r";
+    let mut run = start_in(programs, dir, "trap '' HUP; exec \"$@\"", more);
     let closes = Arc::new(AtomicBool::new(false));
     let printed = read_all(person, Arc::clone(&closes));
     steps_go_on(&mut run, dir);
@@ -270,10 +235,9 @@ fn closed_terminal_ends_no_run_under_nohup() {
 /// Everything that reads checkpoints, in turn, while a run saves after each step and keeps one.
 #[test]
 fn readers_beside_a_run_find_its_newest_checkpoint() {
-    let dir = temp();
-    let dir = dir.path();
-    let saves = ["--checkpoint-every", "1", "--keep-last", "1"];
-    let mut run = started_by(dir, "exec \"$@\"", &saves).spawn().unwrap();
+    let dir = &temp();
+    let saves = "--checkpoint-every 1 --keep-last 1";
+    let mut run = started_by(dir, "exec \"$@\"", saves).spawn().unwrap();
     wait_until("a checkpoint", || dir.join("c/latest").exists());
 
     let readers = [
@@ -286,10 +250,10 @@ fn readers_beside_a_run_find_its_newest_checkpoint() {
     for _ in 0..3 {
         for reader in readers {
             steps_go_on(&mut run, dir);
-            let output = zero(dir, &words(reader));
+            let output = dir.output(reader);
             let text = String::from_utf8_lossy(&output.stderr);
             assert!(output.status.success(), "{reader:?}: {text}");
-            assert!(!text.contains("skipped"), "{text}");
+            text.omits(&["skipped"]);
             for made in ["model", "d"] {
                 let _ = fs::remove_dir_all(dir.join(made));
             }
@@ -297,8 +261,5 @@ fn readers_beside_a_run_find_its_newest_checkpoint() {
     }
     saves_at(run, dir, "-TERM", 143);
     // A checkpoint that a reader held is removed by a later save.
-    let kept = names(&dir.join("c"))
-        .into_iter()
-        .filter(|name| name.starts_with("step-"));
-    assert_eq!(kept.count(), 1);
+    assert_eq!(checkpoints(&dir.join("c")).len(), 1);
 }

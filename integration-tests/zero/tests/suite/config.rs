@@ -4,14 +4,14 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{fails, lines, run_flags, succeeds, temp};
+use crate::support::{Files, Printed, Runs, fails, lines, succeeds, temp};
 
 /// Trains on one rank with the configuration `text` and the flags `more`.
 fn run(dir: &Path, text: &str, more: &str) -> std::process::Output {
-    std::fs::write(dir.join("ds.json"), text).unwrap();
+    dir.write("ds.json", text);
     let _ = std::fs::remove_dir_all(dir.join("saved"));
     let fixed = "--config ds.json --ranks 1 --seq-len 8 --threads 1 --checkpoint saved";
-    run_flags(dir, &format!("{fixed} {more}"))
+    dir.tiny_output(&format!("{fixed} {more}"))
 }
 
 /// The steps of a run that must succeed, and its output.
@@ -65,14 +65,13 @@ fn assert_autos(out: &str, expected: &[&str]) {
     let line = lines.join(", ");
     for part in expected {
         let part = part.replacen(' ', " = ", 1);
-        assert!(line.contains(&part), "{part:?} is not in: {line}");
+        line.shows(&[&part]);
     }
 }
 
 #[test]
 fn auto_is_resolved_as_by_hugging_face() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let (run, out) = steps(dir, AUTO, "--steps 5");
     // The model has 64 channels. The warm-up has DeepSpeed's least 2 steps: rates 0, 0, lr; then to
     // 0 at step 5.
@@ -134,8 +133,7 @@ fn auto_is_resolved_as_by_hugging_face() {
 
 #[test]
 fn auto_precision_is_that_of_the_flag() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let (run, out) = steps(dir, AUTO, "--dtype fp16 --steps 1");
     assert_autos(&out, &["fp16.enabled true", "bf16.enabled false"]);
     assert_eq!(
@@ -145,34 +143,27 @@ fn auto_precision_is_that_of_the_flag() {
     );
     let (_, out) = steps(dir, AUTO, "--dtype bf16 --steps 1");
     assert_autos(&out, &["fp16.enabled false", "bf16.enabled true"]);
-    assert!(out.contains("parameters in bf16"), "{out}");
+    out.shows(&["parameters in bf16"]);
     // The flag wins over both blocks.
     let text = r#"{"bf16": {"enabled": true}, "fp16": {"enabled": false, "loss_scale": 128}}"#;
     let (run, _) = steps(dir, text, "--dtype fp16 --steps 1");
     assert_eq!(figures(&run, "loss_scale"), [128.0]);
     let text = r#"{"bf16": {"enabled": true}, "communication_data_type": "bf16"}"#;
     let (_, out) = steps(dir, text, "--dtype fp32 --steps 1");
-    assert!(
-        out.contains("note: communication_data_type bf16 is ignored: it is fp32"),
-        "{out}"
-    );
+    out.shows(&["note: communication_data_type bf16 is ignored: it is fp32"]);
 }
 
 /// A resumed run keeps the schedule that `"auto"` gave the first.
 #[test]
 fn resume_keeps_the_resolved_schedule() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let rates = |more: &str, metrics: &str| {
         let fixed = "--config ds.json --ranks 1 --seq-len 8 --threads 1 --checkpoint a";
-        succeeds(&run_flags(
-            dir,
-            &format!("{fixed} --metrics {metrics} {more}"),
-        ));
+        dir.tiny(&format!("{fixed} --metrics {metrics} {more}"));
         figures(&lines(&dir.join(metrics)), "lr")
     };
 
-    std::fs::write(dir.join("ds.json"), AUTO).unwrap();
+    dir.write("ds.json", AUTO);
     let first = rates("--steps 4 --lr 2e-3", "first");
     assert_near(&first, &[0.0, 0.0, 2e-3, 2e-3], "first");
     // The decay ends at step 4, that of the first run.
@@ -182,8 +173,7 @@ fn resume_keeps_the_resolved_schedule() {
 
 #[test]
 fn flags_win_over_a_configured_schedule_or_say_no() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let with = |kind: &str, params: &str| {
         format!(r#"{{"scheduler": {{"type": "{kind}", "params": {{{params}}}}}}}"#)
     };
@@ -211,10 +201,7 @@ fn flags_win_over_a_configured_schedule_or_say_no() {
     // The decay stays: at position 4, after a warm-up of 2, (4 - 3) / (4 - 2) of the rate is left.
     let (longer, out) = steps(dir, &decay, "--lr 0.002 --steps 5 --warmup-steps 2");
     assert_near(&figures(&longer, "lr")[4..], &[0.001], "decay");
-    assert!(
-        out.contains("the learning rate decays until step 4, the run ends at step 5"),
-        "{out}"
-    );
+    out.shows(&["the learning rate decays until step 4, the run ends at step 5"]);
     assert_near(
         &rates(&cosine, "--lr 0.002")[..3],
         &[0.0, 0.0, 0.001],
@@ -271,15 +258,12 @@ fn flags_win_over_a_configured_schedule_or_say_no() {
     for (text, flag, parts) in refused {
         fails(&run(dir, text, flag), 2, parts);
     }
-    let output = run(dir, "{}", "--betas 0.9");
-    assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("two numbers, such as 0.9,0.95"));
+    dir.misuses("train --betas 0.9", "two numbers, such as 0.9,0.95");
 }
 
 #[test]
 fn schedules_by_flag_follow_their_formulas() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let rates = |more: &str| {
         let fixed = "--steps 10 --lr 0.008 --min-lr 0.001 --warmup-steps 2";
         figures(
@@ -324,8 +308,7 @@ fn schedules_by_flag_follow_their_formulas() {
 /// Sizes of pieces change neither losses nor norms, but how much is gathered ahead.
 #[test]
 fn sizes_act_and_keep_the_bits() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let with = |keys: &str| {
         let text = format!(r#"{{"zero_optimization": {{"stage": 3, {keys}}}}}"#);
         let (run, out) = steps(dir, &text, "--ranks 2 --steps 2");
@@ -341,40 +324,42 @@ fn sizes_act_and_keep_the_bits() {
         )
     };
 
-    let keep_nothing = r#""stage3_param_persistence_threshold": 0"#;
-    let (expected, one, _) = with(&format!(
-        r#"{keep_nothing}, "stage3_prefetch_bucket_size": 1"#
-    ));
-    let (bits, none, _) = with(&format!(
-        r#"{keep_nothing}, "stage3_prefetch_bucket_size": 0"#
-    ));
-    assert!(bits == expected && none < one, "{none} {one}");
+    let (expected, ..) = with(r#""overlap_comm": true"#);
+    let gathered = |sizes: &str| {
+        let keys = format!(r#""stage3_param_persistence_threshold": 0, {sizes}"#);
+        let (bits, bytes, _) = with(&keys);
+        assert!(bits == expected, "{sizes}");
+        bytes
+    };
+    let none = gathered(r#""stage3_prefetch_bucket_size": 0"#);
+    let one = gathered(r#""stage3_prefetch_bucket_size": 1"#);
     // The budget holds two blocks of 49,984 elements.
-    let (bits, two, _) = with(&format!(
-        r#"{keep_nothing}, "stage3_prefetch_bucket_size": 100000"#
-    ));
-    let (all_bits, all, _) = with(&format!(
-        r#"{keep_nothing}, "stage3_prefetch_bucket_size": 1e9"#
-    ));
+    let two = gathered(r#""stage3_prefetch_bucket_size": 100000"#);
+    let all = gathered(r#""stage3_prefetch_bucket_size": 1e9"#);
     assert!(
-        bits == expected && all_bits == expected && one < two && two < all,
-        "{one} {two} {all}"
+        none < one && one < two && two < all,
+        "{none} {one} {two} {all}"
     );
     let limit = r#""stage3_prefetch_bucket_size": 1e9, "stage3_max_live_parameters": 100000"#;
-    let (bits, limited, _) = with(&format!("{keep_nothing}, {limit}"));
-    assert!(bits == expected && limited < all, "{limited} {all}");
+    let limited = gathered(limit);
+    assert!(limited < all, "{limited} {all}");
+    // A limit that is too low is raised.
+    for limit in [0, 100] {
+        let (bits, _, out) = with(&format!(r#""stage3_max_live_parameters": {limit}"#));
+        assert!(bits == expected, "{limit}");
+        out.shows(&[&format!("stage3_max_live_parameters {limit} is less")]);
+    }
+    let (bits, _, out) = with(r#""stage3_max_live_parameters": 1000000000"#);
+    assert!(bits == expected);
+    out.omits(&["max_live_parameters"]);
     let (bits, _, out) = with(r#""sub_group_size": 0"#);
     assert!(bits == expected);
-    assert!(
-        out.contains("sub_group_size 0 is too small for one launch; using 65536"),
-        "{out}"
-    );
+    out.shows(&["sub_group_size 0 is too small for one launch; using 65536"]);
 }
 
 #[test]
 fn optimizer_keys_work_as_deepspeeds_do() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let adam = |corrected: bool| {
         format!(
             r#"{{"optimizer": {{"type": "Adam", "params": {{"lr": 1e-3, "bias_correction": {corrected}}}}}}}"#
@@ -383,7 +368,7 @@ fn optimizer_keys_work_as_deepspeeds_do() {
 
     let (with, _) = steps(dir, &adam(true), "--steps 2");
     let (without, out) = steps(dir, &adam(false), "--steps 2");
-    assert!(out.contains("no bias correction"), "{out}");
+    out.shows(&["no bias correction"]);
     // The first update differs, so the second loss does.
     assert_eq!(with[0]["loss"], without[0]["loss"]);
     assert_ne!(with[1]["loss"], without[1]["loss"]);
@@ -392,34 +377,13 @@ fn optimizer_keys_work_as_deepspeeds_do() {
     let (run, out) = steps(dir, text, "--steps 4");
     assert_eq!(figures(&run, "loss_scale"), [4294967296.0; 4]);
     assert!(run.iter().all(|step| step["skipped"] == true), "{run:?}");
-    assert!(
-        out.contains("note: fp16.hysteresis 0") && out.contains("never halved"),
-        "{out}"
-    );
-}
-
-#[test]
-fn stage_of_the_flag_decides_about_keys() {
-    let dir = temp();
-    let dir = dir.path();
-    let text = r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}"#;
-    let (_, out) = steps(dir, text, "--steps 1");
-    assert!(
-        out.contains("note: zero_optimization.offload_param is ignored: it needs stage 3"),
-        "{out}"
-    );
-    fails(
-        &run(dir, text, "--stage 3"),
-        2,
-        &["--offload-params nvme:/x", "create the folder"],
-    );
+    out.shows(&["note: fp16.hysteresis 0", "never halved"]);
 }
 
 /// One configuration of each shape that tests/data/shipped_configurations.md lists.
 #[test]
 fn shapes_of_shipped_configurations() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let offload = r#""offload_optimizer": {"device": "cpu", "pin_memory": true}"#;
     let old = format!(
         r#"{{"bfloat16": {{"enabled": "auto"}}, "zero_optimization": {{"stage": 3, {offload},

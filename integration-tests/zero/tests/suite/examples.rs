@@ -2,12 +2,11 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Output;
 
 use integration_tests::LLAMA;
 use serde_json::Value;
 
-use crate::support::{fails, losses, succeeds, temp, words, zero};
+use crate::support::{Files, Printed, Runs, json, losses, temp};
 
 /// A file of the oracle.
 fn oracle(name: &str) -> String {
@@ -16,58 +15,48 @@ fn oracle(name: &str) -> String {
 }
 
 fn expected() -> Value {
-    serde_json::from_str(&fs::read_to_string(oracle("expected.json")).unwrap()).unwrap()
+    json(Path::new(&oracle("expected.json")))
 }
 
-/// Trains as the oracle, with the flags `more`; returns the losses.
-fn train(dir: &Path, more: &[&str]) -> Vec<f64> {
-    succeeds(&run_train(dir, more));
-    let losses = losses(&dir.join("m.jsonl"));
-    losses.iter().map(|loss| loss.as_f64().unwrap()).collect()
-}
-
-fn run_train(dir: &Path, more: &[&str]) -> Output {
+/// Trains as the oracle, with the flags `more`; returns the output and the losses.
+fn train(dir: &Path, more: &str) -> (String, Vec<f64>) {
     let model = LLAMA.data("model").display().to_string();
     let data = oracle("examples.jsonl");
     let tokenizer = oracle("tokenizer");
-    let args = format!(
+    let out = dir.zero(&format!(
         "train --model {model} --data {data} --tokenizer {tokenizer} --seq-len 40 --seed 5 --lr 1e-3 \
-         --weight-decay 0.01 --threads 1 --metrics m.jsonl --report report"
-    );
-    zero(dir, &[&words(&args)[..], more].concat())
+         --weight-decay 0.01 --threads 1 --metrics m.jsonl --report report {more}"
+    ));
+    let losses = losses(&dir.join("m.jsonl"));
+    let losses = losses.iter().map(|loss| loss.as_f64().unwrap());
+    (out, losses.collect())
 }
 
-/// The ranks, micro-batches and rows of a micro-batch that are 8 rows a step.
-const SHAPES: [[&str; 3]; 3] = [["1", "4", "2"], ["2", "2", "2"], ["4", "1", "2"]];
+/// 8 rows a step.
+const SHAPES: [&str; 3] = [
+    "--ranks 1 --grad-accum 4 --micro-batch 2",
+    "--ranks 2 --grad-accum 2 --micro-batch 2",
+    "--ranks 4 --grad-accum 1 --micro-batch 2",
+];
 
-fn shape([ranks, grad_accum, micro_batch]: [&'static str; 3]) -> [&'static str; 6] {
-    [
-        "--ranks",
-        ranks,
-        "--grad-accum",
-        grad_accum,
-        "--micro-batch",
-        micro_batch,
-    ]
+fn assert_losses(got: &[f64], key: &str, context: &str) {
+    let expected: Vec<f64> = serde_json::from_value(expected()[key].clone()).unwrap();
+    assert_eq!(got.len(), expected.len(), "{context}");
+    for (step, (got, expected)) in got.iter().zip(&expected).enumerate() {
+        assert!(
+            (got - expected).abs() < 1e-5,
+            "{context}, step {step}: {got}, {expected}"
+        );
+    }
 }
 
-fn check_losses(stages: &[&str], shapes: &[[&'static str; 3]]) {
-    let expected = expected();
+fn check_losses(stages: &[&str], shapes: &[&str]) {
     for (key, pack) in [("padded", "--pack=false"), ("packed", "--pack")] {
-        let expected: Vec<f64> = serde_json::from_value(expected[key].clone()).unwrap();
         for stage in stages {
-            for &of in shapes {
-                let dir = temp();
-                let more = ["--stage", stage, "--epochs", "3", "--no-checkpoint", pack];
-                let got = train(dir.path(), &[&more[..], &shape(of)].concat());
-                assert_eq!(got.len(), expected.len(), "{key}");
-                for (step, (got, expected)) in got.iter().zip(&expected).enumerate() {
-                    let difference = (got - expected).abs();
-                    assert!(
-                        difference < 1e-5,
-                        "{key}, stage {stage}, {of:?}, step {step}: {got}, {expected}"
-                    );
-                }
+            for shape in shapes {
+                let flags = format!("--stage {stage} --epochs 3 --no-checkpoint {pack} {shape}");
+                let (_, got) = train(&temp(), &flags);
+                assert_losses(&got, key, &flags);
             }
         }
     }
@@ -86,87 +75,55 @@ fn losses_are_those_of_torch_at_any_ranks() {
 /// A run that ends within an epoch goes on at the same row, on other ranks.
 #[test]
 fn resume_goes_on_within_an_epoch() {
-    let dir = temp();
-    let first = ["--steps", "4", "--checkpoint", "c"];
-    train(dir.path(), &[&first[..], &shape(SHAPES[1])].concat());
-    let rest = ["--resume", "c", "--epochs", "3", "--checkpoint", "c"];
-    let got = train(dir.path(), &[&rest[..], &shape(SHAPES[0])].concat());
-    let expected: Vec<f64> = serde_json::from_value(expected()["padded"].clone()).unwrap();
-    assert_eq!(got.len(), expected.len());
-    for (got, expected) in got.iter().zip(&expected) {
-        assert!((got - expected).abs() < 1e-5, "{got}, {expected}");
-    }
+    let dir = &temp();
+    train(dir, &format!("--steps 4 --checkpoint c {}", SHAPES[1]));
+    let rest = format!("--resume c --epochs 3 --checkpoint c {}", SHAPES[0]);
+    let (_, got) = train(dir, &rest);
+    assert_losses(&got, "padded", &rest);
 }
 
 /// With steps of another size a run goes on behind the rows that it has trained, ends after the
 /// same epochs, and is then finished at any size of a step.
 #[test]
 fn resume_with_other_steps_keeps_the_place() {
-    let dir = temp();
+    let dir = &temp();
     let rows = fs::read_to_string(oracle("examples.jsonl")).unwrap();
     let rows = rows.lines().count() - 1; // one is left out
-    let first = ["--steps", "2", "--checkpoint", "c"];
-    train(dir.path(), &[&first[..], &shape(SHAPES[1])].concat());
+    train(dir, &format!("--steps 2 --checkpoint c {}", SHAPES[1]));
 
-    let rest = ["--resume", "c", "--epochs", "2", "--checkpoint", "c"];
-    let resumed = run_train(dir.path(), &[&rest[..], &shape(["1", "1", "3"])].concat());
-    succeeds(&resumed);
+    let rest = "--resume c --checkpoint c --ranks";
+    let three = format!("{rest} 1 --grad-accum 1 --micro-batch 3");
+    let (resumed, losses) = train(dir, &format!("{three} --epochs 2"));
     let steps = 2 + (rows - 16).div_ceil(3) + rows.div_ceil(3);
     let notice = format!(
         "a step has 3 rows, the checkpoint's had 8: the data goes on behind the 16 rows that were trained, and the run ends at \
          step {steps};"
     );
-    let text = String::from_utf8_lossy(&resumed.stdout);
-    assert!(text.contains(&notice), "{text}");
-    assert_eq!(losses(&dir.path().join("m.jsonl")).len(), steps);
+    resumed.shows(&[&notice]);
+    assert_eq!(losses.len(), steps);
 
-    for shape in [["1", "1", "3"], ["2", "1", "1"], ["1", "2", "5"]] {
-        let rest = ["--resume", "c", "--checkpoint", "c"];
-        let finished = run_train(dir.path(), &[&rest[..], &self::shape(shape)].concat());
-        succeeds(&finished);
-        assert_eq!(
-            losses(&dir.path().join("m.jsonl")).len(),
-            steps,
-            "{shape:?}"
-        );
+    let two = format!("{rest} 2 --grad-accum 1 --micro-batch 1");
+    let ten = format!("{rest} 1 --grad-accum 2 --micro-batch 5");
+    for flags in [three, two, ten] {
+        assert_eq!(train(dir, &flags).1.len(), steps, "{flags}");
     }
 }
 
 #[test]
 fn inspect_marks_what_is_trained() {
-    let dir = temp();
+    let dir = &temp();
     let (data, tokenizer) = (oracle("examples.jsonl"), oracle("tokenizer"));
-    let args = [
-        "data",
-        "inspect",
-        "--data",
-        &data,
-        "--tokenizer",
-        &tokenizer,
-        "--seq-len",
-        "40",
-        "--rows",
-        "2",
-    ];
-    let text = succeeds(&zero(dir.path(), &args));
-    assert!(
-        text.contains("21 examples (`prompt` and `completion`), 20 rows an epoch"),
-        "{text}"
-    );
-    assert!(
-        text.contains("text: Which shard does rank 0 own?[[ The first of each unit.<|end|>]]"),
-        "{text}"
-    );
-    assert!(
-        text.contains("line 2") && !text.contains("line 3"),
-        "{text}"
-    );
+    let inspect =
+        format!("data inspect --data {data} --tokenizer {tokenizer} --seq-len 40 --rows 2");
+    let text = dir.zero(&inspect);
+    text.shows(&[
+        "21 examples (`prompt` and `completion`), 20 rows an epoch",
+        "text: Which shard does rank 0 own?[[ The first of each unit.<|end|>]]",
+        "line 2",
+    ]);
+    text.omits(&["line 3"]);
 
-    let json = succeeds(&zero(
-        dir.path(),
-        &[&args[..], &["--json", "--pack"]].concat(),
-    ));
-    let json: Value = serde_json::from_str(&json).unwrap();
+    let json = dir.json(&format!("{inspect} --json --pack"));
     let expected = expected();
     assert_eq!(
         json["rows"],
@@ -184,10 +141,9 @@ fn inspect_marks_what_is_trained() {
 
 #[test]
 fn inspect_says_why() {
-    let dir = temp();
-    let inspect = |more: &[&str]| zero(dir.path(), &[&["data", "inspect"], more].concat());
-    fs::write(dir.path().join("a.txt"), "to be or not\n").unwrap();
-    let text = succeeds(&inspect(&words("--data a.txt --seq-len 4 --rows 2")));
+    let dir = &temp();
+    dir.write("a.txt", "to be or not\n");
+    let text = dir.zero("data inspect --data a.txt --seq-len 4 --rows 2");
     let expected = "a.txt: text, 13 bytes, read as bytes\n\
                     read as text: it is text, and its name is not that of rows (.jsonl, .json) or of tokens (.bin)\n\
                     rows are trained at random places\n\
@@ -197,29 +153,27 @@ fn inspect_says_why() {
     assert_eq!(text, expected);
 
     let tokens: Vec<u8> = (1000_u16..1010).flat_map(u16::to_le_bytes).collect();
-    fs::write(dir.path().join("a.bin"), tokens).unwrap();
-    let json = succeeds(&inspect(&["--data", "a.bin", "--json"]));
-    let json: Value = serde_json::from_str(&json).unwrap();
+    dir.write("a.bin", tokens);
+    let json = dir.json("data inspect --data a.bin --json");
     assert_eq!(json["kind"], "tokens");
     assert_eq!(json["why"], "u16 by its name");
     assert_eq!(json["first_rows"][0][1]["tokens"][8], 1009, "a short row");
 
     let tokenizer = oracle("tokenizer");
-    let folder = temp();
-    fs::write(folder.path().join("b.txt"), "The host.").unwrap();
-    let path = folder.path().display().to_string();
-    let text = succeeds(&inspect(&["--data", &path, "--tokenizer", &tokenizer]));
-    assert!(
-        text.contains("read as the text files of a folder: it is a folder"),
-        "{text}"
-    );
-    assert!(text.contains("text: The[[ host.\\n<|end|>]]"), "{text}");
+    let folder = &temp();
+    folder.write("b.txt", "The host.");
+    folder
+        .zero(&format!("data inspect --data . --tokenizer {tokenizer}"))
+        .shows(&[
+            "read as the text files of a folder: it is a folder",
+            "text: The[[ host.\\n<|end|>]]",
+        ]);
 }
 
 /// `zero train`, its validation data and `zero data inspect` read the same, and refuse the same.
 #[test]
 fn data_is_what_it_is_said_to_be() {
-    let dir = temp();
+    let dir = &temp();
     let row = "{\"prompt\": \"a\", \"completion\": \" b\"}";
     let alpaca = "{\"instruction\": \"add\", \"input\": \"\", \"output\": \"\\t2\"}";
     for (name, content, expected) in [
@@ -249,23 +203,11 @@ fn data_is_what_it_is_said_to_be() {
             "1 example (`text`)",
         ),
     ] {
-        fs::write(dir.path().join(name), content).unwrap();
-        let args = [
-            "train",
-            "--data",
-            name,
-            "--steps",
-            "1",
-            "--no-checkpoint",
-            "--ranks",
-            "1",
-        ];
-        let out = succeeds(&zero(
-            dir.path(),
-            &[&args[..], &["--seq-len", "192"]].concat(),
-        ));
+        dir.write(name, content);
+        let line = format!("train --data {name} --steps 1 --no-checkpoint --ranks 1 --seq-len 192");
+        let out = dir.zero(&line);
         let data = out.lines().find(|line| line.starts_with("data: ")).unwrap();
-        assert!(data.contains(expected), "{data}");
+        data.shows(&[expected]);
         let first = match name {
             "alpaca.jsonl" => "; first: \"\\t2\"",
             _ => "; first: \" b\"",
@@ -273,7 +215,7 @@ fn data_is_what_it_is_said_to_be() {
         assert!(data.ends_with(first), "{data}");
     }
 
-    fs::write(dir.path().join("text.txt"), "to be or not ".repeat(99)).unwrap();
+    dir.write("text.txt", "to be or not ".repeat(99));
     let refused: [(&str, &[u8], &str); 5] = [
         (
             "keys.jsonl",
@@ -302,108 +244,86 @@ fn data_is_what_it_is_said_to_be() {
         ),
     ];
     for (name, content, expected) in refused {
-        fs::write(dir.path().join(name), content).unwrap();
-        let train = ["train", "--data", name, "--no-checkpoint"];
-        let validation = [
-            "train",
-            "--data",
-            "text.txt",
-            "--val-data",
-            name,
-            "--no-checkpoint",
-        ];
-        let inspect = ["data", "inspect", "--data", name];
-        for args in [&train[..], &validation, &inspect] {
-            fails(&zero(dir.path(), args), 2, &[expected]);
+        dir.write(name, content);
+        for line in [
+            format!("train --data {name} --no-checkpoint"),
+            format!("train --data text.txt --val-data {name} --no-checkpoint"),
+            format!("data inspect --data {name}"),
+        ] {
+            dir.fails(&line, 2, &[expected]);
         }
     }
 }
 
 #[test]
 fn other_tokenizer_is_an_error_of_all_commands() {
-    let dir = temp();
+    let dir = &temp();
     let model = LLAMA.data("model");
     for file in fs::read_dir(&model).unwrap() {
         let path = file.unwrap().path();
-        fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+        fs::copy(&path, dir.join(path.file_name().unwrap())).unwrap();
     }
-    let config = dir.path().join("config.json");
-    let text = fs::read_to_string(&config).unwrap();
-    let mut document: Value = serde_json::from_str(&text).unwrap();
+    let config = dir.join("config.json");
+    let mut document = json(&config);
     // An ordinary token of the tokenizer.
     document["eos_token_id"] = Value::from(40);
     fs::write(&config, document.to_string()).unwrap();
 
     let (data, tokenizer) = (oracle("examples.jsonl"), oracle("tokenizer"));
-    let files = ["--model", ".", "--tokenizer", &tokenizer];
-    let train = ["train", "--data", &data, "--no-checkpoint"];
-    let inspect = ["data", "inspect", "--data", &data];
-    let generate = ["generate", "--prompt", "a"];
-    for command in [&train[..], &inspect, &generate] {
+    for command in [
+        format!("train --data {data} --no-checkpoint"),
+        format!("data inspect --data {data}"),
+        "generate --prompt a".to_owned(),
+    ] {
         let parts = [
             "the end token is token",
             "but 40 in ./config.json",
             "pass the model's, or correct eos_token_id there",
         ];
-        fails(&zero(dir.path(), &[command, &files].concat()), 2, &parts);
+        dir.fails(
+            &format!("{command} --model . --tokenizer {tokenizer}"),
+            2,
+            &parts,
+        );
     }
 }
 
 #[test]
 fn a_wrong_line_is_named() {
-    let dir = temp();
-    let file = dir.path().join("d.jsonl");
-    fs::write(
-        &file,
-        "{\"prompt\": \"a\", \"completion\": \"b\"}\n\n{\"text\": \"a\"}\n",
-    )
-    .unwrap();
-    let run = |more: &[&str]| {
-        zero(
-            dir.path(),
-            &[&["train", "--data", "d.jsonl", "--no-checkpoint"], more].concat(),
-        )
-    };
-    fails(
-        &run(&[]),
-        2,
-        &[
-            "d.jsonl, line 3: it has `text`, but",
-            "line 1 has `prompt` and `completion`",
-        ],
-    );
-    fs::write(&file, "{\"prompt\": \"a\", \"completion\": \"b\"}\n").unwrap();
-    fails(
-        &run(&["--steps", "1", "--epochs", "1"]),
-        2,
-        &["pass only one of them"],
-    );
-    fails(
-        &run(&["--epochs", "0"]),
-        2,
-        &["--epochs 0: expected a number above 0"],
-    );
-    fs::write(&file, "{\"prompt\": \"a\", \"completion\": \"\"}\n").unwrap();
-    fails(&run(&[]), 2, &["1 examples, and none has a trained token"]);
-    fs::write(dir.path().join("t.txt"), "some text").unwrap();
-    let text = ["train", "--data", "t.txt", "--pack"];
-    fails(
-        &zero(dir.path(), &text),
-        2,
-        &["t.txt: --pack needs examples"],
-    );
+    let dir = &temp();
+    let row = "{\"prompt\": \"a\", \"completion\": \"b\"}\n";
+    let empty = row.replace("\"b\"", "\"\"");
+    let other = format!("{row}\n{{\"text\": \"a\"}}\n");
+    let wrong = "d.jsonl, line 3: it has `text`, but";
+    let cases: [(&str, &str, &[&str]); 4] = [
+        (&other, "", &[wrong, "line 1 has `prompt` and `completion`"]),
+        (row, "--steps 1 --epochs 1", &["pass only one of them"]),
+        (
+            row,
+            "--epochs 0",
+            &["--epochs 0: expected a number above 0"],
+        ),
+        (&empty, "", &["1 examples, and none has a trained token"]),
+    ];
+    for (text, flags, parts) in cases {
+        dir.write("d.jsonl", text);
+        let line = format!("train --data d.jsonl --no-checkpoint {flags}");
+        dir.fails(&line, 2, parts);
+    }
+    dir.write("t.txt", "some text");
+    let text = "train --data t.txt --pack";
+    dir.fails(text, 2, &["t.txt: --pack needs examples"]);
 }
 
 #[cfg(not(feature = "parquet"))]
 #[test]
 fn parquet_names_its_feature() {
-    let dir = temp();
-    let path = dir.path().join("a.parquet");
+    let dir = &temp();
+    let path = dir.join("a.parquet");
     fs::write(&path, "PAR1").unwrap();
-    let output = zero(dir.path(), &["data", "inspect", "--data", "a.parquet"]);
     let parts = [
         "a.parquet: this program was built without parquet",
         "--features zero/parquet",
     ];
-    fails(&output, 2, &parts);
+    dir.fails("data inspect --data a.parquet", 2, &parts);
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::{Value, json};
 
-use crate::support::{fails, succeeds, temp, wait_until, words};
+use crate::support::{Files, Runs, fails, succeeds, temp, wait_until, words};
 use crate::{place, support};
 
 /// Addresses that a run may use, in KiB: one that reads without bound fails soon.
@@ -62,11 +62,11 @@ pub(crate) fn write(dir: &Path) {
     for name in ["config.json", "model.safetensors"] {
         symlink(Path::new(&model).join(name), dir.join(name)).unwrap();
     }
-    fs::write(dir.join("tokenizer.json"), tokenizer().to_string()).unwrap();
+    dir.write("tokenizer.json", tokenizer().to_string());
     let special = json!({"eos_token": "<eos>", "unk_token": "<unk>"});
-    fs::write(dir.join("tokenizer_config.json"), special.to_string()).unwrap();
+    dir.write("tokenizer_config.json", special.to_string());
     let template = "{% for m in messages %}{{ m.content }} <eos>{% endfor %}";
-    fs::write(dir.join("chat_template.jinja"), template).unwrap();
+    dir.write("chat_template.jinja", template);
 }
 
 /// Runs a command on the folder in `dir`.
@@ -79,8 +79,8 @@ fn run(dir: &Path, used: Use) -> Output {
         Use::Inspect => "data inspect --model model --data chat.jsonl",
         Use::Generate => "generate --model model --prompt w2 --tokens 2",
     };
-    fs::write(dir.join("text.txt"), "w2 w3 w4 w5 ".repeat(50)).unwrap();
-    fs::write(dir.join("chat.jsonl"), format!("{CHAT}\n")).unwrap();
+    dir.write("text.txt", "w2 w3 w4 w5 ".repeat(50));
+    dir.write("chat.jsonl", format!("{CHAT}\n"));
 
     let limited = format!("ulimit -v {ADDRESSES_KIB}; exec \"$0\" \"$@\"");
     let mut child = Command::new("sh")
@@ -100,8 +100,8 @@ fn run(dir: &Path, used: Use) -> Output {
     });
     Output {
         status: status.unwrap(),
-        stdout: fs::read(dir.join("out")).unwrap(),
-        stderr: fs::read(dir.join("err")).unwrap(),
+        stdout: dir.bytes("out"),
+        stderr: dir.bytes("err"),
     }
 }
 
@@ -203,7 +203,7 @@ fn template_cases() -> Vec<Case> {
         used: Use::Inspect,
         file: "chat_template.jinja",
         expected,
-        change: Box::new(move |dir| fs::write(dir.join("chat_template.jinja"), &text).unwrap()),
+        change: Box::new(move |dir| drop(dir.write("chat_template.jinja", &text))),
     };
     templates.into_iter().map(case).collect()
 }
@@ -397,19 +397,17 @@ fn tokenizer_cases() -> Vec<Case> {
         used: Use::Train,
         file: "tokenizer.json",
         expected,
-        change: Box::new(move |dir| {
-            fs::write(dir.join("tokenizer.json"), all.to_string()).unwrap()
-        }),
+        change: Box::new(move |dir| drop(dir.write("tokenizer.json", all.to_string()))),
     };
     cases.into_iter().map(case).collect()
 }
 
 #[test]
 fn folder_of_a_stranger_is_used_or_named() {
-    let dir = temp();
-    write(&dir.path().join("model"));
+    let dir = &temp();
+    write(&dir.join("model"));
     for used in [Use::Train, Use::Inspect, Use::Generate] {
-        succeeds(&run(dir.path(), used));
+        succeeds(&run(dir, used));
     }
 }
 
@@ -425,11 +423,11 @@ fn folder_of_a_stranger_ends_with_its_error() {
         for _ in 0..cores {
             scope.spawn(|| {
                 while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let dir = temp();
-                    let model = dir.path().join("model");
+                    let dir = &temp();
+                    let model = dir.join("model");
                     write(&model);
                     (case.change)(&model);
-                    let output = run(dir.path(), case.used);
+                    let output = run(dir, case.used);
                     eprintln!("{}: {}", case.name, String::from_utf8_lossy(&output.stderr));
                     fails(&output, 2, &[case.file, case.expected]);
                     let text = String::from_utf8_lossy(&output.stderr);
@@ -442,7 +440,7 @@ fn folder_of_a_stranger_ends_with_its_error() {
 
 #[test]
 fn contradicting_launchers_are_errors() {
-    let dir = temp();
+    let dir = &temp();
     for variables in [
         &[("RANK", "2"), ("WORLD_SIZE", "2")][..],
         &[("RANK", "0")],
@@ -458,17 +456,8 @@ fn contradicting_launchers_are_errors() {
         &[("PMI_SIZE", "two"), ("PMI_RANK", "0")],
         &[("PMI_RANK", "1")],
     ] {
-        let (model, tokens) = (support::data("model"), support::data("tokens.u16.bin"));
-        let output = place::zero()
-            .args(support::tiny(
-                &model,
-                &tokens,
-                &["--device", "cpu", "--steps", "1"],
-            ))
-            .envs(variables.iter().copied())
-            .current_dir(dir.path())
-            .output()
-            .unwrap();
+        let mut run = dir.tiny_command("--device cpu --steps 1");
+        let output = run.envs(variables.iter().copied()).output().unwrap();
         fails(&output, 2, &[variables[0].0]);
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use zero::launcher::{Job, JobError, Report};
 
-use crate::support::{signal, wait_until};
+use crate::support::{Files, is_running, on_disk, signal, wait_until};
 
 /// Timeout that expires only if the launcher is broken; scripts that must be killed sleep longer.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -48,14 +48,10 @@ fn launcher_process() {
 
 fn launcher(script: &str) -> Child {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command
-        .args(["--exact", "--nocapture", "launcher::launcher_process"])
-        .env(SCRIPT, script);
-    command
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap()
+    command.args(["--exact", "--nocapture", "launcher::launcher_process"]);
+    command.env(SCRIPT, script);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.spawn().unwrap()
 }
 
 fn output(mut child: Child) -> (Output, String) {
@@ -70,11 +66,8 @@ fn output(mut child: Child) -> (Output, String) {
 /// Waits until `n` ranks have written their process ids into `folder`, and reads them.
 fn pids(folder: &Path, n: usize) -> Vec<u32> {
     let read = |entry: std::io::Result<fs::DirEntry>| {
-        fs::read_to_string(entry.ok()?.path())
-            .ok()?
-            .trim()
-            .parse()
-            .ok()
+        let text = fs::read_to_string(entry.ok()?.path());
+        text.ok()?.trim().parse().ok()
     };
     let mut pids = Vec::new();
     wait_until("ranks do not start", || {
@@ -82,11 +75,6 @@ fn pids(folder: &Path, n: usize) -> Vec<u32> {
         pids.len() == n
     });
     pids
-}
-
-fn is_running(pid: u32) -> bool {
-    // A zombie has ended; its parent has not collected its status yet.
-    fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }
 
 fn all_end(pids: &[u32]) {
@@ -142,14 +130,9 @@ fn ranks_get_variables_and_a_prefix() {
 /// Each job has its own token, in the environment of its ranks only.
 #[test]
 fn ranks_share_a_secret_token() {
-    let folder = tempfile::tempdir().unwrap();
-    let script = format!(
-        "printf %s $ZERO_TOKEN > {}/$1-$RANK",
-        folder.path().display()
-    );
-    let read = |job: &str, rank: &str| {
-        fs::read_to_string(folder.path().join(format!("{job}-{rank}"))).unwrap()
-    };
+    let folder = &on_disk();
+    let script = format!("printf %s $ZERO_TOKEN > {}/$1-$RANK", folder.display());
+    let read = |job: &str, rank: &str| folder.text(&format!("{job}-{rank}"));
     let mut tokens = Vec::new();
 
     for number in ["a", "b"] {
@@ -174,8 +157,8 @@ fn job_succeeds_when_all_ranks_do() {
 
 #[test]
 fn one_failure_kills_all_descendants() {
-    let folder = tempfile::tempdir().unwrap();
-    let here = folder.path().display();
+    let folder = &on_disk();
+    let here = folder.display();
     // Ranks 0 and 2 each start a child and wait for it; rank 1 fails when both have started.
     let script = format!(
         "if [ $RANK = 1 ]; then while [ ! -s {here}/0 ] || [ ! -s {here}/2 ]; do sleep 0.02; done; exit 3; fi
@@ -186,7 +169,7 @@ fn one_failure_kills_all_descendants() {
         run(&job(3, &script, grace)),
         Err(JobError::Exit { rank: 1, code: 3 })
     );
-    all_end(&pids(folder.path(), 2));
+    all_end(&pids(folder, 2));
     let killed = job(2, "if [ $RANK = 1 ]; then kill -9 $$; fi; sleep 600", grace);
     assert_eq!(run(&killed), Err(JobError::Killed { rank: 1, signal: 9 }));
     let missing = Job {
@@ -207,8 +190,8 @@ fn root_cause_wins_over_earlier_echoes() {
         exit $code"#;
     // In this order: rank 0 fails because of rank 1, rank 1 is the cause, rank 2 fails by itself.
     let roles = "case $RANK in 0) echo=true; code=1 ;; 1) echo=false; code=2 ;; *) echo=false; code=1 ;; esac";
-    let folder = tempfile::tempdir().unwrap();
-    let script = after_previous_rank(folder.path()) + roles + write_report;
+    let folder = &on_disk();
+    let script = after_previous_rank(folder) + roles + write_report;
     let report = Report {
         code: 2,
         echo: false,
@@ -220,8 +203,8 @@ fn root_cause_wins_over_earlier_echoes() {
         Err(JobError::Reported { rank: 1, report })
     );
     // If every report is an echo, the first one is returned.
-    let folder = tempfile::tempdir().unwrap();
-    let script = after_previous_rank(folder.path()) + "echo=true; code=1" + write_report;
+    let folder = &on_disk();
+    let script = after_previous_rank(folder) + "echo=true; code=1" + write_report;
     assert!(matches!(
         run(&job(3, &script, LIMIT)),
         Err(JobError::Reported { rank: 0, .. })
@@ -230,14 +213,14 @@ fn root_cause_wins_over_earlier_echoes() {
 
 #[test]
 fn interrupt_reaches_every_rank_once() {
-    let folder = tempfile::tempdir().unwrap();
-    let here = folder.path().display();
+    let folder = &on_disk();
+    let here = folder.display();
     let script = format!(
         "n=0; trap 'n=$((n+1))' INT; echo $$ > {here}/$RANK; i=0;
          while [ $n = 0 ]; do sleep 0.02; done; sleep 0.2; echo interrupted $n"
     );
     let launcher = launcher(&script);
-    pids(folder.path(), 3);
+    pids(folder, 3);
     signal(&launcher, "-INT");
     let (output, out) = output(launcher);
     assert!(output.status.success(), "{out}");
@@ -252,8 +235,8 @@ fn interrupt_reaches_every_rank_once() {
 /// wait for ever.
 #[test]
 fn signal_that_ends_the_ranks_is_the_result() {
-    let folder = tempfile::tempdir().unwrap();
-    let here = folder.path().display();
+    let folder = &on_disk();
+    let here = folder.display();
     let handled = "trap 'exit 143' TERM; trap 'exit 130' INT";
     let unhandled = "[ $RANK = 2 ] || trap '' TERM INT";
     for (name, number) in [("-INT", 2), ("-TERM", 15)] {
@@ -261,7 +244,7 @@ fn signal_that_ends_the_ranks_is_the_result() {
             let launcher = launcher(&format!(
                 "{trap}; echo $$ > {here}/$RANK; while :; do sleep 0.02; done"
             ));
-            let pids = pids(folder.path(), 3);
+            let pids = pids(folder, 3);
             signal(&launcher, name);
             let (_, out) = output(launcher);
             assert!(
@@ -269,20 +252,20 @@ fn signal_that_ends_the_ranks_is_the_result() {
                 "{trap}: {out}"
             );
             all_end(&pids);
-            (0..3).for_each(|rank| fs::remove_file(folder.path().join(rank.to_string())).unwrap());
+            (0..3).for_each(|rank| fs::remove_file(folder.join(rank.to_string())).unwrap());
         }
     }
 }
 
 #[test]
 fn second_interrupt_kills_ranks() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = &on_disk();
     let script = format!(
         "trap '' INT; echo $$ > {}/$RANK; exec sleep 600",
-        folder.path().display()
+        folder.display()
     );
     let mut launcher = launcher(&script);
-    let pids = pids(folder.path(), 3);
+    let pids = pids(folder, 3);
     signal(&launcher, "-INT");
     std::thread::sleep(Duration::from_millis(100));
     assert!(pids.iter().all(|&pid| is_running(pid)));
@@ -297,12 +280,12 @@ fn second_interrupt_kills_ranks() {
 
 #[test]
 fn killed_launcher_leaves_no_process() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = &on_disk();
     let launcher = launcher(&format!(
         "echo $$ > {}/$RANK; exec sleep 600",
-        folder.path().display()
+        folder.display()
     ));
-    let pids = pids(folder.path(), 3);
+    let pids = pids(folder, 3);
     signal(&launcher, "-9");
     all_end(&pids);
     output(launcher);

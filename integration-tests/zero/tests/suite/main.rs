@@ -2,6 +2,7 @@
 
 mod alone;
 mod breakdown;
+mod ckpt;
 mod cli;
 mod config;
 mod edges;

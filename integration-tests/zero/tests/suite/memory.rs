@@ -3,14 +3,11 @@
 use std::path::Path;
 use std::process::{Command, Output};
 
-use safetensors::Dtype;
-use safetensors::tensor::TensorView;
 use serde_json::Value;
 use zero_models::ModelConfig;
 use zero_models::gpt2::config::GptConfig;
 
-use crate::place;
-use crate::support::words;
+use crate::support::{Files, Runs, data, json, on_disk, write_weights};
 
 /// A model whose state is large beside the program, and small enough for a test; all weights are
 /// zero.
@@ -24,51 +21,21 @@ fn write_model(folder: &Path) {
         ..GptConfig::preset("nano").unwrap()
     });
 
-    std::fs::write(folder.join("config.json"), config.to_hf_json("float32")).unwrap();
-    let params: Vec<_> = config
-        .units()
-        .into_iter()
-        .flat_map(|unit| unit.params)
-        .collect();
-    let largest = params
-        .iter()
-        .map(|param| param.shape.iter().product::<u64>())
-        .max()
-        .unwrap() as usize;
-    let zeros = vec![0; 4 * largest];
+    write_weights(folder, &config, |_, _| ());
+}
 
-    let views = params.iter().map(|param| {
-        let shape: Vec<usize> = param.shape.iter().map(|n| *n as usize).collect();
-        let bytes = 4 * shape.iter().product::<usize>();
-        (
-            &param.name,
-            TensorView::new(Dtype::F32, shape, &zeros[..bytes]).unwrap(),
-        )
-    });
-
-    safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
+/// A run of two steps.
+fn run() -> String {
+    let tokens = data("tokens.u16.bin");
+    format!(
+        "train --model . --data {tokens} --ranks 2 --threads 1 --steps 2 --seq-len 16 --micro-batch 1"
+    )
 }
 
 /// The reported peak of all ranks, and the peak of the process.
-fn peaks(folder: &Path, more: &[&str]) -> (u64, u64) {
-    let tokens = place::data("tokens.u16.bin");
+fn peaks(folder: &Path, flags: &str) -> (u64, u64) {
     let _earlier = std::fs::remove_dir_all(folder.join("report"));
-    let run = words("train --model . --ranks 2 --threads 1 --steps 2 --seq-len 16");
-
-    let output = place::zero()
-        .args(run)
-        .args(["--micro-batch", "1", "--report", "report", "--data"])
-        .arg(tokens)
-        .args(more)
-        .current_dir(folder)
-        .output()
-        .unwrap();
-
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    folder.zero(&format!("{} --report report {flags}", run()));
     let summary = summary(folder);
     let steps = summary["steps"].as_array().unwrap().iter();
     let peak = steps
@@ -80,52 +47,41 @@ fn peaks(folder: &Path, more: &[&str]) -> (u64, u64) {
 }
 
 fn summary(folder: &Path) -> Value {
-    let text = std::fs::read_to_string(folder.join("report/summary.json")).unwrap();
-    serde_json::from_str(&text).unwrap()
+    json(&folder.join("report/summary.json"))
 }
 
 /// The most that a process held of a run whose model is small: the pages of the program, which are
 /// more if it is not optimised, and its buffers.
 fn program_bytes(folder: &Path) -> u64 {
-    std::fs::write(folder.join("small.txt"), "a small text. ".repeat(500)).unwrap();
+    folder.write("small.txt", "a small text. ".repeat(500));
     let run = "train --model nano --data small.txt --ranks 2 --threads 1 --steps 2 --seq-len 16 --micro-batch 1 \
         --no-checkpoint --report report";
-    let output = place::zero()
-        .args(words(run))
-        .current_dir(folder)
-        .output()
-        .unwrap();
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-
+    folder.zero(run);
     summary(folder)["process_peak_bytes"].as_u64().unwrap()
 }
 
 #[test]
 fn process_holds_what_ranks_report() {
-    let folder = tempfile::tempdir().unwrap();
-    write_model(folder.path());
-    let no_save = &["--no-checkpoint"][..];
-    let both = [no_save, &["--checkpoint", "saved"]];
+    let folder = &on_disk();
+    write_model(folder);
+    let no_save = "--no-checkpoint";
+    let both = [no_save, "--checkpoint saved"];
     for (stage, dtype, saving) in [
         ("0", "fp32", &both[..]),
         ("0", "bf16", &both[..1]),
         ("3", "fp32", &both[..1]),
         ("3", "bf16", &both[..]),
     ] {
-        for &saves in saving {
-            let run = [&["--stage", stage, "--dtype", dtype], saves].concat();
-            let (reported, held) = peaks(folder.path(), &run);
+        for saves in saving {
+            let run = format!("--stage {stage} --dtype {dtype} {saves}");
+            let (reported, held) = peaks(folder, &run);
             // The program, its libraries and the buffers of matrix products are not the ranks'.
             let most = reported + reported / 10 + (40 << 20);
             assert!(
                 (reported * 9 / 10..most).contains(&held),
-                "{run:?}: {held} bytes held, {reported} reported"
+                "{run}: {held} bytes held, {reported} reported"
             );
-            let _none = std::fs::remove_dir_all(folder.path().join("saved"));
+            let _none = std::fs::remove_dir_all(folder.join("saved"));
         }
     }
 }
@@ -134,124 +90,72 @@ fn process_holds_what_ranks_report() {
 /// matrix products.
 #[test]
 fn process_holds_what_is_planned() {
-    let folder = tempfile::tempdir().unwrap();
-    write_model(folder.path());
-    std::fs::create_dir(folder.path().join("scratch")).unwrap();
-    let program = program_bytes(folder.path());
-    let nvme = ["--offload", "nvme:scratch"];
-    let runs: [(&str, Vec<&str>); 5] = [
-        ("2", vec![]),
-        ("2", vec!["--offload", "cpu", "--moments", "bf16"]),
-        ("0", nvme.to_vec()),
+    let folder = &on_disk();
+    write_model(folder);
+    std::fs::create_dir(folder.join("scratch")).unwrap();
+    let program = program_bytes(folder);
+    for (stage, offload) in [
+        (2, ""),
+        (2, "--offload cpu --moments bf16"),
+        (0, "--offload nvme:scratch"),
         (
-            "3",
-            [&nvme[..], &["--masters", "remainder", "--moments", "bf16"]].concat(),
+            3,
+            "--offload nvme:scratch --masters remainder --moments bf16",
         ),
-        (
-            "3",
-            [&nvme[..], &["--offload-params", "nvme:scratch"]].concat(),
-        ),
-    ];
-
-    for (stage, offload) in runs {
-        let shape = [
-            &["--dtype", "bf16", "--seq-len", "16", "--micro-batch", "1"],
-            &offload[..],
-        ]
-        .concat();
-        let plan = ["plan", "--model", ".", "--gpus", "2", "--json"];
-        let output = place::zero()
-            .args(plan)
-            .args(&shape)
-            .current_dir(folder.path())
-            .output()
-            .unwrap();
-        assert!(
-            output.status.success(),
-            "{}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-        let planned = &report["stages"][stage.parse::<usize>().unwrap()];
-        let planned = planned["process_bytes"].as_u64().unwrap();
-        let saves = ["--stage", stage, "--dtype", "bf16", "--checkpoint", "saved"];
-        let (_, held) = peaks(folder.path(), &[&saves, &offload[..]].concat());
+        (3, "--offload nvme:scratch --offload-params nvme:scratch"),
+    ] {
+        let plan = folder.json(&format!(
+            "plan --model . --gpus 2 --json --dtype bf16 --seq-len 16 --micro-batch 1 {offload}"
+        ));
+        let planned = plan["stages"][stage]["process_bytes"].as_u64().unwrap();
+        let saves = format!("--stage {stage} --dtype bf16 --checkpoint saved {offload}");
+        let (_, held) = peaks(folder, &saves);
         assert!(
             held < planned + planned / 10 + program,
-            "{stage} {offload:?}: {held} held, {planned} planned"
+            "{stage} {offload}: {held} held, {planned} planned"
         );
-        let _none = std::fs::remove_dir_all(folder.path().join("saved"));
+        let _none = std::fs::remove_dir_all(folder.join("saved"));
     }
 }
 
 /// A run that does not fit into the limit fits with its state on NVMe.
 #[test]
 fn memory_limit_is_kept_with_nvme() {
-    let folder = tempfile::tempdir().unwrap();
-    write_model(folder.path());
-    std::fs::create_dir(folder.path().join("scratch")).unwrap();
-    let limit = words("--stage 3 --dtype bf16 --no-checkpoint --memory-limit 320MiB");
-
-    let tokens = place::data("tokens.u16.bin");
-    let run = words("train --model . --ranks 2 --threads 1 --steps 1 --seq-len 16 --data");
-
-    let refused = place::zero()
-        .args(run)
-        .arg(tokens)
-        .args(&limit)
-        .current_dir(folder.path())
-        .output()
-        .unwrap();
-
-    let text = String::from_utf8_lossy(&refused.stderr);
-    assert_eq!(refused.status.code(), Some(2), "{text}");
-    assert!(
-        text.contains("the limit of --memory-limit has 320.00 MiB free; try --offload nvme:DIR"),
-        "{text}"
+    let folder = &on_disk();
+    write_model(folder);
+    std::fs::create_dir(folder.join("scratch")).unwrap();
+    let limit = "--stage 3 --dtype bf16 --no-checkpoint --memory-limit 320MiB";
+    folder.fails(
+        &format!("{} {limit}", run()),
+        2,
+        &["the limit of --memory-limit has 320.00 MiB free; try --offload nvme:DIR"],
     );
-    let nvme = [
-        "--offload",
-        "nvme:scratch",
-        "--offload-params",
-        "nvme:scratch",
-    ];
-    let (_, held) = peaks(folder.path(), &[&limit[..], &nvme[..]].concat());
+    let nvme = "--offload nvme:scratch --offload-params nvme:scratch";
+    let (_, held) = peaks(folder, &format!("{limit} {nvme}"));
     assert!(held < (320 + 40) << 20, "{held}");
 }
 
 /// Runs the small model within `limit` bytes of the resource that `flag` names. Rayon's global pool
 /// would start more threads than any of the limits allows.
-fn limited(folder: &Path, flag: &str, limit: u64, more: &[&str]) -> Output {
-    let (model, tokens) = (place::data("model"), place::data("tokens.u16.bin"));
-    let zero = place::zero();
+fn limited(folder: &Path, flag: &str, limit: u64, more: &str) -> Output {
+    let run = folder.tiny_command(&format!("--steps 2 --no-checkpoint {more}"));
     let mut command = Command::new("prlimit");
-    command
-        .arg(format!("--{flag}={limit}"))
-        .arg(zero.get_program())
-        .arg("train")
-        .arg("--model")
-        .arg(model);
-    command
-        .arg("--data")
-        .arg(tokens)
-        .args(["--seq-len", "32", "--micro-batch", "1", "--steps", "2"])
-        .args(more);
+    command.arg(format!("--{flag}={limit}"));
+    command.arg(run.get_program()).args(run.get_args());
     command
         .current_dir(folder)
-        .env("RAYON_NUM_THREADS", "60000")
-        .output()
-        .unwrap()
+        .env("RAYON_NUM_THREADS", "60000");
+    command.output().unwrap()
 }
 
 #[test]
 fn limited_addresses_end_in_success_or_an_error() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = &on_disk();
     for (flag, name) in [("as", "ulimit -v"), ("data", "ulimit -d")] {
         let mut fits = false;
         // A debug build has 51 MB of code and data: with less, the system's loader fails or crashes.
         for mib in [72, 96, 128, 192, 256, 384, 512, 800, 2048, 16 << 10] {
-            let run = ["--ranks", "2", "--threads", "1", "--no-checkpoint"];
-            let output = limited(folder.path(), flag, mib << 20, &run);
+            let output = limited(folder, flag, mib << 20, "--threads 1");
             let text = String::from_utf8_lossy(&output.stderr);
             match output.status.code() {
                 Some(0) => fits = true,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::support::{fails, lines, run_flags, run_tiny, succeeds, temp, words, zero};
+use crate::support::{Files, Printed, Runs, lines, temp};
 
 /// CRC-32C, bit by bit, masked as TensorFlow does.
 fn masked_crc(data: &[u8]) -> u32 {
@@ -193,7 +193,7 @@ pub(crate) fn agree_with_metrics(dir: &Path) -> Vec<u64> {
         }
     }
 
-    let table = fs::read_to_string(dir.join("t.csv")).unwrap();
+    let table = dir.text("t.csv");
     let mut rows = table.lines();
     let columns: Vec<&str> = rows.next().unwrap().split(',').collect();
     let rows: Vec<Vec<&str>> = rows.map(|row| row.split(',').collect()).collect();
@@ -224,50 +224,40 @@ const OUTPUTS: &str = "--metrics m --tensorboard t --csv t.csv --checkpoint c --
      --val-split 0.2 --eval-every 2 --eval-tokens 64 --breakdown";
 
 fn train(dir: &Path) {
-    let more = [words("--steps 4"), words(OUTPUTS)].concat();
-    succeeds(&run_tiny(dir, &more));
+    dir.tiny(&format!("--steps 4 {OUTPUTS}"));
     agree_with_metrics(dir);
 }
 
-fn resume(dir: &Path, more: &[&str]) -> String {
-    let args = [&["train", "--resume"], more, &["--breakdown"]].concat();
-    let out = succeeds(&zero(dir, &args));
+fn resume(dir: &Path, flags: &str) -> String {
+    let out = dir.zero(&format!("train --breakdown --resume {flags}"));
     agree_with_metrics(dir);
     out
 }
 
 #[test]
 fn resumed_run_goes_on_in_its_files() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     train(dir);
     let files = event_files(&dir.join("t"));
     let before = fs::read(&files[0]).unwrap();
-    let out = resume(dir, &["c", "--steps", "6"]);
-    for name in ["tensorboard", "csv"] {
-        assert!(out.contains(&format!("\n{name}: ")), "{out}");
-    }
+    resume(dir, "c --steps 6").shows(&["\ntensorboard: ", "\ncsv: "]);
     assert_eq!(event_files(&dir.join("t")), files);
     assert!(fs::read(&files[0]).unwrap().starts_with(&before));
 
     // From the middle: later steps move, and an open TensorBoard drops them.
-    let out = resume(dir, &["c/step-00000002", "--steps", "5"]);
+    let out = resume(dir, "c/step-00000002 --steps 5");
     let name = files[0].file_name().unwrap().display().to_string();
     let aside = format!("{}.after-step-2", name.replace("out.tfevents.", ""));
     let note = format!("{name}: 4 events after step 2 to be moved to ");
-    assert!(out.contains(&note) && out.contains(&aside), "{out}");
-    let moved = events_of_file(&dir.join("t").join(aside));
-    assert_eq!(
-        moved.iter().map(|event| event.step).collect::<Vec<_>>(),
-        [0, 3, 4, 5, 6]
-    );
-    let files = event_files(&dir.join("t"));
-    let [old, new] = &files[..] else {
-        panic!("{files:?}")
-    };
+    out.shows(&[&note, &aside]);
     let steps = |file: &Path| -> Vec<u64> {
         let events = events_of_file(file);
         events.iter().map(|event| event.step).collect()
+    };
+    assert_eq!(steps(&dir.join("t").join(aside)), [0, 3, 4, 5, 6]);
+    let files = event_files(&dir.join("t"));
+    let [old, new] = &files[..] else {
+        panic!("{files:?}")
     };
     assert_eq!(steps(old), [0, 1, 2]);
     assert_eq!(steps(new), [0, 3, 3, 4, 5]);
@@ -275,100 +265,77 @@ fn resumed_run_goes_on_in_its_files() {
 
     // A copy of the folder does not take the files of the original.
     fs::rename(dir.join("c"), dir.join("moved")).unwrap();
-    let args = ["train", "--resume", "moved", "--steps", "6"];
-    let out = succeeds(&zero(dir, &args));
-    for name in ["tensorboard", "csv"] {
-        assert!(out.contains(&format!("note: no {name}: ")), "{out}");
-    }
+    dir.zero("train --resume moved --steps 6")
+        .shows(&["note: no tensorboard: ", "note: no csv: "]);
     agree_with_metrics(dir);
 }
 
 #[test]
 fn files_of_others_are_refused() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     train(dir);
     let file = event_files(&dir.join("t")).remove(0);
     let before = fs::read(&file).unwrap();
-    let again = run_tiny(dir, &["--tensorboard", "t"]);
-    fails(
-        &again,
-        2,
-        &["--tensorboard t", "of another run", "another folder"],
-    );
-    let again = run_tiny(dir, &["--csv", "t.csv"]);
-    fails(
-        &again,
-        2,
-        &["--csv t.csv", "of another run", "another file"],
-    );
-
     fs::create_dir(dir.join("torch")).unwrap();
-    fs::write(dir.join("torch/events.out.tfevents.1.host"), &before[..9]).unwrap();
-    let torch = run_tiny(dir, &["--tensorboard", "torch"]);
-    fails(
-        &torch,
-        2,
-        &[
-            "is not an event file of `zero train`",
-            "name another folder",
-        ],
-    );
-    let file_as_folder = run_tiny(dir, &["--tensorboard", "m"]);
-    fails(
-        &file_as_folder,
-        2,
-        &["--tensorboard m: failed to read the folder"],
-    );
-
+    dir.write("torch/events.out.tfevents.1.host", &before[..9]);
     fs::create_dir(dir.join("locked")).unwrap();
     let locked = fs::File::open(dir.join("locked")).unwrap();
     locked.lock().unwrap();
-    let second = run_tiny(dir, &["--tensorboard", "locked"]);
-    fails(&second, 2, &["another run is writing to the folder"]);
+    let cases: [(&str, &[&str]); 5] = [
+        (
+            "--tensorboard t",
+            &["--tensorboard t", "of another run", "another folder"],
+        ),
+        (
+            "--csv t.csv",
+            &["--csv t.csv", "of another run", "another file"],
+        ),
+        (
+            "--tensorboard torch",
+            &[
+                "is not an event file of `zero train`",
+                "name another folder",
+            ],
+        ),
+        (
+            "--tensorboard m",
+            &["--tensorboard m: failed to read the folder"],
+        ),
+        (
+            "--tensorboard locked",
+            &["another run is writing to the folder"],
+        ),
+    ];
+    dir.refuses_all(&cases);
     assert_eq!(fs::read(&file).unwrap(), before);
 }
 
 #[test]
-fn full_disk_saves_and_ends_the_run() {
-    let dir = temp();
-    let more = words("--steps 1000000 --csv /dev/full --checkpoint c");
-    let output = run_tiny(dir.path(), &more);
-    fails(&output, 1, &["failed to write /dev/full", "No space left"]);
-    succeeds(&zero(dir.path(), &["ckpt", "verify", "c"]));
-}
-
-#[test]
 fn monitors_of_deepspeed_are_followed() {
-    let dir = temp();
-    let dir = dir.path();
-    let write = |text: &str| fs::write(dir.join("ds.json"), text).unwrap();
+    let dir = &temp();
+    let write = |text: &str| dir.write("ds.json", text);
     write(
         r#"{"train_micro_batch_size_per_gpu": 1,
             "tensorboard": {"enabled": true, "output_path": "out/logs/", "job_name": "one"},
             "csv_monitor": {"enabled": true, "output_path": "out", "job_name": "two"}}"#,
     );
-    succeeds(&run_flags(dir, "--config ds.json --checkpoint c"));
-    let table = || fs::read_to_string(dir.join("out/two/steps.csv")).unwrap();
+    dir.tiny("--config ds.json --checkpoint c");
+    let table = || dir.text("out/two/steps.csv");
     assert!(scalars(&dir.join("out/logs/one")).keys().eq(&[1, 2, 3]));
     assert_eq!(table().lines().count(), 4);
     // A resumed run goes on without the configuration.
-    succeeds(&zero(dir, &["train", "--resume", "c", "--steps", "4"]));
+    dir.zero("train --resume c --steps 4");
     assert!(scalars(&dir.join("out/logs/one")).keys().eq(&[1, 2, 3, 4]));
     assert_eq!(table().lines().count(), 5);
     // A flag overrides it.
-    let flags = words("--config ds.json --tensorboard t --csv t.csv");
-    succeeds(&run_tiny(dir, &flags));
+    dir.tiny("--config ds.json --tensorboard t --csv t.csv");
     assert!(scalars(&dir.join("t")).keys().eq(&[1, 2, 3]));
     assert_eq!(table().lines().count(), 5);
 
     write(r#"{"wandb": {"enabled": true, "project": "x"}}"#);
-    let refused = run_tiny(dir, &["--config", "ds.json"]);
-    fails(
-        &refused,
-        2,
+    dir.refuses(
+        "--config ds.json",
         &["wandb.enabled", "set it to false", "--tensorboard"],
     );
-    let plan = words("plan --config ds.json --model gpt2-124m --gpus 2");
-    succeeds(&zero(dir, &plan));
+    dir.zero("plan --config ds.json --model gpt2-124m --gpus 2");
 }

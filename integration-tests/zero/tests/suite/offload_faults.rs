@@ -3,11 +3,9 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::place;
-use crate::support::{data, fails, lines, losses, on_disk, run_tiny, succeeds, tiny, words, zero};
+use crate::support::{Disk, Runs, count_lines, fails, losses, on_disk, wait_for};
 
 /// Flags of a run whose optimizer state, parameters and gradients are in the folder `scratch`.
 const NVME: &str = "--offload nvme:scratch --offload-params nvme:scratch --dtype bf16";
@@ -20,57 +18,31 @@ fn is_empty(dir: &Path) -> bool {
 /// checkpoint stays.
 #[test]
 fn full_disk_at_start() {
-    let dir = on_disk();
-    let disk = dir.path().join("disk");
-    fs::create_dir(&disk).unwrap();
-    let mounted = Command::new("mount")
-        .args(["-t", "tmpfs", "-o", "size=100k", "tmpfs"])
-        .arg(&disk)
-        .status();
-
-    if !mounted.is_ok_and(|status| status.success()) {
-        eprintln!("SKIPPED full_disk_at_start: mounting a tmpfs needs root");
+    let dir = &on_disk();
+    let Some(disk) = Disk::mount(dir.join("disk"), "100k") else {
         return;
-    }
+    };
 
-    let path = format!("nvme:{}", disk.display());
-    let first = run_tiny(dir.path(), &["--checkpoint", "c", "--steps", "2"]);
-    let full = run_tiny(
-        dir.path(),
-        &["--resume", "c", "--steps", "4", "--offload", &path],
-    );
-    let left = is_empty(&disk);
-
-    assert!(
-        Command::new("umount")
-            .arg(&disk)
-            .status()
-            .unwrap()
-            .success()
-    );
-
-    succeeds(&first);
+    dir.tiny("--checkpoint c --steps 2");
+    let full = format!("--resume c --steps 4 --offload nvme:{}", disk.display());
     fails(
-        &full,
+        &dir.tiny_output(&full),
         1,
         &["disk", "free some space or name a folder on another disk"],
     );
-    assert!(left);
-    succeeds(&zero(dir.path(), &["ckpt", "verify", "c"]));
-    succeeds(&run_tiny(dir.path(), &["--resume", "c", "--steps", "4"]));
+    assert!(is_empty(&disk));
+    dir.zero("ckpt verify c");
+    dir.tiny("--resume c --steps 4");
 }
 
 /// Kills at any time, from the start of the process to saves: the folder is empty, every checkpoint
 /// that is there is whole, and the run goes on to the losses of one that was never killed.
 #[test]
 fn kill_in_every_phase() {
-    let dir = on_disk();
-    let scratch = dir.path().join("scratch");
+    let dir = &on_disk();
+    let scratch = dir.join("scratch");
     fs::create_dir(&scratch).unwrap();
-    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
-    let (metrics, saved) = (dir.path().join("m"), dir.path().join("d/latest"));
-    let written = || fs::read_to_string(&metrics).map_or(0, |text| text.lines().count());
-
+    let (metrics, saved) = (dir.join("m"), dir.join("d/latest"));
     let more = format!("{NVME} --steps 1000000 --checkpoint-every 1 --keep-last 2 --metrics m");
 
     // Steps to wait for, then milliseconds.
@@ -84,79 +56,56 @@ fn kill_in_every_phase() {
         (4, 15),
         (3, 40),
     ] {
-        let from = if saved.exists() {
-            ["--resume", "d"]
-        } else {
-            ["--checkpoint", "d"]
-        };
-        if from[0] == "--checkpoint" {
+        if !saved.exists() {
             // A run that was killed before its first save left nothing to resume.
             let _ = fs::remove_file(&metrics);
-            let _ = fs::remove_dir_all(dir.path().join("d"));
+            let _ = fs::remove_dir_all(dir.join("d"));
         }
-        let args = [&words(&more)[..], &from].concat();
-        let mut run = place::zero();
-        let run = run
-            .args(tiny(&model, &tokens, &args))
-            .current_dir(dir.path());
-        let (mut run, before) = (
-            run.stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .spawn()
-                .unwrap(),
-            written(),
-        );
-        while steps > 0 && (written() < before + steps || !saved.exists()) {
-            assert!(run.try_wait().unwrap().is_none(), "the run ended");
-            std::thread::sleep(Duration::from_millis(2));
+        let from = if saved.exists() {
+            "resume"
+        } else {
+            "checkpoint"
+        };
+        let before = count_lines(&metrics);
+        let mut run = dir.start(&format!("{more} --{from} d"));
+        if steps > 0 {
+            wait_for(&mut run, || {
+                count_lines(&metrics) >= before + steps && saved.exists()
+            });
         }
         std::thread::sleep(Duration::from_millis(ms));
         run.kill().unwrap(); // SIGKILL
         run.wait().unwrap();
         assert!(is_empty(&scratch), "killed after {steps} steps and {ms} ms");
         if saved.exists() {
-            succeeds(&zero(dir.path(), &["ckpt", "verify", "d"]));
+            dir.zero("ckpt verify d");
         }
     }
 
-    let end = (lines(&metrics).len() + 2).to_string();
-    let to_end = |more: &[&str]| {
-        succeeds(&run_tiny(
-            dir.path(),
-            &[&words(NVME)[..], &["--steps", &end], more].concat(),
-        ))
-    };
-
-    to_end(&["--resume", "d", "--metrics", "m"]);
-    to_end(&["--checkpoint", "whole", "--metrics", "whole.m"]);
-    assert_eq!(losses(&metrics), losses(&dir.path().join("whole.m")));
+    let end = count_lines(&metrics) + 2;
+    for more in [
+        "--resume d --metrics m",
+        "--checkpoint whole --metrics whole.m",
+    ] {
+        dir.tiny(&format!("{NVME} --steps {end} {more}"));
+    }
+    assert_eq!(losses(&metrics), losses(&dir.join("whole.m")));
     assert!(is_empty(&scratch));
 }
 
 /// Two runs may use one folder at the same time.
 #[test]
 fn two_runs_share_a_folder() {
-    let dir = on_disk();
-    fs::create_dir(dir.path().join("scratch")).unwrap();
-    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
-    let start = |saves: &str, metrics: &str| {
-        let args = format!("{NVME} --checkpoint {saves} --metrics {metrics} --steps 6");
-        let args = words(&args);
-        let mut run = place::zero();
-        run.args(tiny(&model, &tokens, &args))
-            .current_dir(dir.path())
-            .stdout(Stdio::null())
-            .spawn()
-            .unwrap()
-    };
-
-    let runs = [start("a", "a.m"), start("b", "b.m")];
+    let dir = &on_disk();
+    fs::create_dir(dir.join("scratch")).unwrap();
+    let runs = ["a", "b"].map(|name| {
+        dir.start(&format!(
+            "{NVME} --checkpoint {name} --metrics {name}.m --steps 6"
+        ))
+    });
     for mut run in runs {
         assert!(run.wait().unwrap().success());
     }
-    assert_eq!(
-        losses(&dir.path().join("a.m")),
-        losses(&dir.path().join("b.m"))
-    );
-    assert!(is_empty(&dir.path().join("scratch")));
+    assert_eq!(losses(&dir.join("a.m")), losses(&dir.join("b.m")));
+    assert!(is_empty(&dir.join("scratch")));
 }

@@ -4,26 +4,30 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{data, fails, lines, on_disk, run, run_flags, succeeds, temp};
+use crate::support::{
+    Files, Folder, Printed, Runs, checkpoints, data, fails, json, lines, on_disk, succeeds, temp,
+};
 
 /// Settings that are not the defaults.
 const SETTINGS: &str = "--lr 3e-3 --seq-len 24 --clip 0.5 --weight-decay 0.2 --micro-batch 3 --grad-accum 2 \
     --warmup-steps 4 --seed 11 --dropout 0.25 --dtype bf16 --ranks 2";
 
-/// Writes a text of 8 KiB and a copy of the tiny model to `dir`.
-fn inputs(dir: &Path) {
+/// A folder with a text of 8 KiB and a copy of the tiny model.
+fn inputs() -> Folder {
+    inputs_in(temp())
+}
+
+fn inputs_in(dir: Folder) -> Folder {
     let text: String = (0..1024)
         .map(|i| format!("{:07}\n", i * i % 9973))
         .collect();
-    std::fs::write(dir.join("text.txt"), text).unwrap();
-    std::fs::create_dir(dir.join("model")).unwrap();
+    dir.write("text.txt", text);
+    let model = dir.join("model");
+    std::fs::create_dir(&model).unwrap();
     for file in ["config.json", "model.safetensors"] {
-        std::fs::copy(
-            format!("{}/{file}", data("model")),
-            dir.join("model").join(file),
-        )
-        .unwrap();
+        std::fs::copy(data(&format!("model/{file}")), model.join(file)).unwrap();
     }
+    dir
 }
 
 /// Trains on the inputs with [`SETTINGS`].
@@ -32,14 +36,11 @@ fn train(dir: &Path, more: &str) -> String {
 }
 
 fn train_with(dir: &Path, flags: &str) -> String {
-    succeeds(&run(
-        dir,
-        &format!("train --model model --data text.txt {flags}"),
-    ))
+    dir.zero(&format!("train --model model --data text.txt {flags}"))
 }
 
 fn resume(dir: &Path, more: &str) -> String {
-    succeeds(&run(dir, &format!("train --resume {more}")))
+    dir.zero(&format!("train --resume {more}"))
 }
 
 /// The losses and gradient norms of a metrics file.
@@ -57,16 +58,13 @@ fn steps(of: &[Value]) -> Vec<u64> {
 
 fn weights(dir: &Path, checkpoint: &str) -> Vec<u8> {
     let out = format!("exported-{checkpoint}");
-    succeeds(&run(dir, &format!("ckpt export {checkpoint} {out}")));
+    dir.zero(&format!("ckpt export {checkpoint} {out}"));
     std::fs::read(dir.join(out).join("model.safetensors")).unwrap()
 }
 
 /// The `run.json` of a step.
 fn record(dir: &Path, checkpoint: &str, step: u64) -> Value {
-    let path = dir
-        .join(checkpoint)
-        .join(format!("step-{step:08}/run.json"));
-    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+    json(&dir.join(format!("{checkpoint}/step-{step:08}/run.json")))
 }
 
 fn differences(out: &str) -> Vec<&str> {
@@ -75,13 +73,18 @@ fn differences(out: &str) -> Vec<&str> {
         .collect()
 }
 
+/// Resumes a run, which prints these differences.
+fn differing(dir: &Path, flags: &str, expected: &[&str]) -> String {
+    let out = resume(dir, flags);
+    assert_eq!(differences(&out), expected, "{flags}: {out}");
+    out
+}
+
 /// Neither the model's folder nor any flag but the new last step is needed.
 #[test]
 fn resume_needs_no_flag() {
     for stage in ["0", "3"] {
-        let dir = temp();
-        let dir = dir.path();
-        inputs(dir);
+        let dir = &inputs();
         let at = format!("--stage {stage}");
         train(
             dir,
@@ -92,8 +95,7 @@ fn resume_needs_no_flag() {
             &format!("{at} --steps 3 --metrics first --checkpoint b"),
         );
         std::fs::remove_dir_all(dir.join("model")).unwrap();
-        let out = resume(dir, "b --steps 6 --metrics rest");
-        assert_eq!(differences(&out), ["steps 3 -> 6"], "{out}");
+        differing(dir, "b --steps 6 --metrics rest", &["steps 3 -> 6"]);
         assert_eq!(
             curve(dir, "whole"),
             [curve(dir, "first"), curve(dir, "rest")].concat(),
@@ -115,12 +117,10 @@ fn resume_needs_no_flag() {
 /// Neither `--metrics` nor `--report` is repeated, and the report is that of the whole run.
 #[test]
 fn resume_continues_metrics_and_report() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     std::fs::create_dir(dir.join("elsewhere")).unwrap();
-    succeeds(&run_flags(dir, "--checkpoint c --metrics m --report r"));
-    let out = resume(&dir.join("elsewhere"), "../c --steps 5");
-    assert_eq!(differences(&out), ["steps 3 -> 5"], "{out}");
+    dir.tiny("--checkpoint c --metrics m --report r");
+    let out = differing(&dir.join("elsewhere"), "../c --steps 5", &["steps 3 -> 5"]);
 
     for (name, path) in [("metrics", "m"), ("report", "r")] {
         let line = format!(
@@ -132,8 +132,7 @@ fn resume_continues_metrics_and_report() {
 
     let written = |name: &str| steps(&lines(&dir.join(name)));
     let drawn = |name: &str| {
-        let summary = std::fs::read(dir.join(name)).unwrap();
-        let summary: Value = serde_json::from_slice(&summary).unwrap();
+        let summary = json(&dir.join(name));
         steps(summary["steps"].as_array().unwrap())
     };
     assert_eq!(written("m"), [1, 2, 3, 4, 5]);
@@ -141,11 +140,7 @@ fn resume_continues_metrics_and_report() {
 
     // A flag wins, and a run that saves elsewhere is a new one, which leaves the files of this one
     // alone.
-    let out = resume(dir, "c --steps 6 --checkpoint d");
-    assert!(
-        out.contains("note: no metrics: ") && out.contains("note: no report: "),
-        "{out}"
-    );
+    resume(dir, "c --steps 6 --checkpoint d").shows(&["note: no metrics: ", "note: no report: "]);
     assert_eq!(written("m"), [1, 2, 3, 4, 5]);
     resume(dir, "c --steps 6 --metrics n --report s");
     assert_eq!(written("n"), [6]);
@@ -166,34 +161,29 @@ fn assert_no_outputs(out: &str, reason: &str) {
 /// A run that resumes a copy of the folder continues from an earlier step with the same id.
 #[test]
 fn resumed_copy_leaves_files_of_the_original() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let outputs = "--checkpoint-every 2 --metrics m --report r --checkpoint o --steps 4";
-    succeeds(&run_flags(dir, outputs));
+    dir.tiny(outputs);
 
-    let mut copy = std::process::Command::new("cp");
-    copy.args(["-r", "o", "copy"]).current_dir(dir);
-    assert!(copy.status().unwrap().success());
+    let copied = std::process::Command::new("cp")
+        .args(["-r", "o", "copy"])
+        .current_dir(dir)
+        .status();
+    assert!(copied.unwrap().success());
 
     std::fs::remove_dir_all(dir.join("copy/step-00000004")).unwrap();
-    let read =
-        || ["m", "r/summary.json", "r/run.json"].map(|name| std::fs::read(dir.join(name)).unwrap());
+    let read = || ["m", "r/summary.json", "r/run.json"].map(|name| dir.bytes(name));
     let before = read();
     let out = resume(dir, "copy/step-00000002 --steps 3 --lr 0.5");
     assert_no_outputs(&out, "was copied or moved");
     assert!(read() == before);
 
     // In its own folder, from an earlier step: what was there moves.
-    let out = resume(dir, "o/step-00000002 --steps 3");
-    assert!(
-        out.contains("m: 2 lines after step 2 to be moved to "),
-        "{out}"
-    );
-    assert!(
-        out.contains("r: figures of steps after 2 to be moved to "),
-        "{out}"
-    );
-    let moved = |name: &str| std::fs::read(dir.join(name)).unwrap();
+    resume(dir, "o/step-00000002 --steps 3").shows(&[
+        "m: 2 lines after step 2 to be moved to ",
+        "r: figures of steps after 2 to be moved to ",
+    ]);
+    let moved = |name: &str| dir.bytes(name);
     let lines = |bytes: &[u8]| bytes.iter().filter(|byte| **byte == b'\n').count();
     assert_eq!(lines(&moved("m")), 3);
     assert!(before[0].ends_with(&moved("m.after-step-2")));
@@ -204,87 +194,73 @@ fn resumed_copy_leaves_files_of_the_original() {
 /// Another process holds the lock; the run goes on without metrics.
 #[test]
 fn locked_metrics_of_a_record_are_optional() {
-    let dir = temp();
-    let dir = dir.path();
-    succeeds(&run_flags(dir, "--checkpoint c --metrics m"));
-    let before = std::fs::read(dir.join("m")).unwrap();
+    let dir = &temp();
+    dir.tiny("--checkpoint c --metrics m");
+    let before = dir.bytes("m");
     let file = std::fs::File::open(dir.join("m")).unwrap();
     file.lock().unwrap();
-    let output = run(dir, "train --resume c --steps 4");
+    let output = dir.output("train --resume c --steps 4");
     succeeds(&output);
     let notes = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        notes.contains("note: no metrics: --metrics ") && notes.contains("another run is writing"),
-        "{notes}"
-    );
-    assert_eq!(std::fs::read(dir.join("m")).unwrap(), before);
+    notes.shows(&["note: no metrics: --metrics ", "another run is writing"]);
+    assert_eq!(dir.bytes("m"), before);
 }
 
 /// A record may be from elsewhere: its paths are used only where the run itself has written.
 #[test]
 fn foreign_files_of_a_record_are_kept() {
-    let dir = temp();
-    let dir = dir.path();
-    succeeds(&run_flags(dir, "--checkpoint c --metrics m --report r"));
-    std::fs::write(dir.join("m"), "notes\n").unwrap();
-    std::fs::write(dir.join("r/run.json"), "{\"run\": \"another\"}").unwrap();
-    std::fs::write(dir.join("r/summary.txt"), "mine").unwrap();
+    let dir = &temp();
+    dir.tiny("--checkpoint c --metrics m --report r");
+    dir.write("m", "notes\n");
+    dir.write("r/run.json", "{\"run\": \"another\"}");
+    dir.write("r/summary.txt", "mine");
     let out = resume(dir, "c --steps 4 --metrics /dev/null");
-    assert!(
-        !out.contains("note: no metrics: ") && out.contains("note: no report: "),
-        "{out}"
-    );
+    out.shows(&["note: no report: "]);
+    out.omits(&["note: no metrics: "]);
 
     // A folder with the run's id, made by another: a link in it would lead elsewhere.
-    succeeds(&run_flags(dir, "--checkpoint d --metrics n --report s"));
-    std::fs::write(dir.join("n"), "notes\n").unwrap();
+    dir.tiny("--checkpoint d --metrics n --report s");
+    dir.write("n", "notes\n");
     std::fs::remove_file(dir.join("s/loss.svg")).unwrap();
     std::os::unix::fs::symlink("../n", dir.join("s/loss.svg")).unwrap();
     let out = resume(dir, "d --steps 4");
 
     assert_no_outputs(&out, "");
     for name in ["m", "n"] {
-        assert_eq!(std::fs::read(dir.join(name)).unwrap(), b"notes\n");
+        assert_eq!(dir.bytes(name), b"notes\n");
     }
-    assert_eq!(std::fs::read(dir.join("r/summary.txt")).unwrap(), b"mine");
+    assert_eq!(dir.bytes("r/summary.txt"), b"mine");
 }
 
 /// A rank of another launcher reads the device before the ranks connect. Without a writer, opening
 /// a pipe waits without end.
 #[test]
 fn resume_does_not_wait_for_a_pipe() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     std::fs::create_dir_all(dir.join("step-00000001")).unwrap();
     for pipe in ["latest", "step-00000001/run.json"] {
-        assert!(
-            std::process::Command::new("mkfifo")
-                .arg(dir.join(pipe))
-                .status()
-                .unwrap()
-                .success()
-        );
+        let made = std::process::Command::new("mkfifo")
+            .arg(dir.join(pipe))
+            .status();
+        assert!(made.unwrap().success());
         let mut rank = std::process::Command::new("timeout");
-        rank.arg("60")
-            .arg(crate::place::zero().get_program())
-            .args(["train", "--resume"])
-            .arg(dir);
+        rank.arg("60").arg(crate::place::zero().get_program());
+        rank.args(["train", "--resume"]).arg(dir.as_os_str());
         let launcher = [
             ("RANK", "0"),
             ("WORLD_SIZE", "2"),
             ("LOCAL_RANK", "0"),
             ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "1"),
         ];
-        rank.envs(launcher)
-            .env("MASTER_PORT", "1")
-            .env_remove("OMPI_COMM_WORLD_SIZE");
+        rank.envs(launcher).env_remove("OMPI_COMM_WORLD_SIZE");
         fails(
             &rank.output().unwrap(),
             2,
             &["on the host ranks cannot communicate"],
         );
         std::fs::remove_file(dir.join(pipe)).unwrap();
-        std::fs::write(dir.join("latest"), "step-00000001 0123456789abcdef\n").unwrap();
+        dir.write("latest", "step-00000001 0123456789abcdef\n");
     }
 }
 
@@ -424,9 +400,7 @@ fn changed_settings_are_printed() {
         },
     ];
 
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     for (name, text) in [
         (
             "ds.json",
@@ -438,7 +412,7 @@ fn changed_settings_are_printed() {
             r#"{"zero_optimization": {"stage": 2, "sub_group_size": 100000}}"#,
         ),
     ] {
-        std::fs::write(dir.join(name), text).unwrap();
+        dir.write(name, text);
     }
 
     for (number, Resumes { first, resumed }) in cases.iter().enumerate() {
@@ -456,9 +430,7 @@ fn changed_settings_are_printed() {
 /// The opening of a run has a line for groups that share sequences, and for the route.
 #[test]
 fn opening_shows_groups_and_routes() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     let sizes = "--seq-len 32 --micro-batch 1 --steps 1 --no-checkpoint";
     for (flags, expected) in [
         (
@@ -474,31 +446,22 @@ fn opening_shows_groups_and_routes() {
             "collectives: in one ring over all ranks (--collectives flat: requested)",
         ),
     ] {
-        let out = train_with(dir, &format!("{sizes} {flags}"));
-        assert!(out.contains(expected), "{out}");
+        train_with(dir, &format!("{sizes} {flags}")).shows(&[expected]);
     }
     // On one machine there is one ring.
-    let out = train_with(dir, &format!("{sizes} --ranks 4"));
-    assert!(!out.contains("collectives:"), "{out}");
+    train_with(dir, &format!("{sizes} --ranks 4")).omits(&["collectives:"]);
 }
 
 /// A resumed run cuts parameters as before, over other ranks, or not at all; the checkpoints have whole
 /// parameters for all that read them.
 #[test]
 fn ranks_of_parts_may_change() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     let cut = "--tensor-parallel 2 --activation-checkpointing --partition-activations";
     let sizes = "--seq-len 32 --micro-batch 1 --ranks 4 --steps 1 --checkpoint c";
-    let out = train_with(dir, &format!("{sizes} {cut}"));
-    assert!(
-        out.contains("parameters: each is cut over 2 ranks"),
-        "{out}"
-    );
+    train_with(dir, &format!("{sizes} {cut}")).shows(&["parameters: each is cut over 2 ranks"]);
 
-    let out = resume(dir, "c --steps 2");
-    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
+    differing(dir, "c --steps 2", &["steps 1 -> 2"]);
     let out = resume(dir, "c --steps 3 --tensor-parallel 4");
     let expected = [
         "batch.step_tokens 64 -> 32",
@@ -507,34 +470,26 @@ fn ranks_of_parts_may_change() {
     ];
     assert_eq!(differences(&out), expected, "{out}");
 
-    let out = succeeds(&run(dir, "ckpt verify c"));
-    assert!(out.contains("step-00000003"), "{out}");
-    let out = succeeds(&run(dir, "ckpt inspect c"));
-    assert!(out.contains("cut over"), "{out}");
-    succeeds(&run(dir, "ckpt export c whole"));
-    let written = |from: &str| {
-        succeeds(&run(
-            dir,
-            &format!("generate --prompt 12 --tokens 8 {from}"),
-        ))
-    };
+    dir.zero("ckpt verify c").shows(&["step-00000003"]);
+    dir.zero("ckpt inspect c").shows(&["cut over"]);
+    dir.zero("ckpt export c whole");
+    let written = |from: &str| dir.zero(&format!("generate --prompt 12 --tokens 8 {from}"));
     assert_eq!(written("--model whole"), written("--checkpoint c"));
 
     let out = resume(dir, "c --steps 4 --ranks 3");
-    assert!(out.contains("each has whole parameters"), "{out}");
+    out.shows(&["each has whole parameters"]);
     let difference = "mesh.tensor_parallel 4 -> none";
     assert!(differences(&out).contains(&difference), "{out}");
 }
 
 #[test]
 fn dropout_is_a_probability() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     for dropout in ["1", "-0.1", "NaN", "half"] {
-        let output = run(dir, &format!("train --dropout={dropout}"));
-        let error = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{error}");
-        assert!(error.contains("at least 0 and below 1"), "{error}");
+        dir.misuses(
+            &format!("train --dropout={dropout}"),
+            "at least 0 and below 1",
+        );
     }
 }
 
@@ -542,19 +497,14 @@ fn dropout_is_a_probability() {
 /// change.
 #[test]
 fn no_decay_of_vectors() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     let groups = r#"{"param_groups": [{"max_dims": 1, "weight_decay": 0.0}], "zero_optimization": {"stage": 3},
         "gradient_clipping": 0.5}"#;
-    std::fs::write(dir.join("groups.json"), groups).unwrap();
+    dir.write("groups.json", groups);
 
     let out = train(dir, "--steps 3 --metrics flag --checkpoint a --no-decay-1d");
 
-    assert!(
-        out.contains("parameter groups: dims <= 1: weight decay 0"),
-        "{out}"
-    );
+    out.shows(&["parameter groups: dims <= 1: weight decay 0"]);
     train(
         dir,
         "--steps 3 --metrics file --checkpoint b --config groups.json",
@@ -570,34 +520,29 @@ fn no_decay_of_vectors() {
     );
     assert_eq!(record(dir, "c", 3).get("param_groups"), None);
 
-    assert_eq!(differences(&resume(dir, "a --steps 4")), ["steps 3 -> 4"]);
-    let out = resume(dir, "a --steps 5 --no-decay-1d=false");
-
-    assert_eq!(
-        differences(&out),
-        [
-            "param_groups dims <= 1: weight decay 0 -> none",
-            "steps 4 -> 5"
-        ],
-        "{out}"
-    );
-
-    std::fs::write(dir.join("bad.json"), r#"{"param_groups": [{"name": "x"}]}"#).unwrap();
-    let bad = run(
+    differing(dir, "a --steps 4", &["steps 3 -> 4"]);
+    differing(
         dir,
-        "train --data text.txt --config bad.json --no-checkpoint",
+        "a --steps 5 --no-decay-1d=false",
+        &[
+            "param_groups dims <= 1: weight decay 0 -> none",
+            "steps 4 -> 5",
+        ],
     );
 
-    fails(&bad, 2, &["param_groups: unknown field `name`"]);
+    dir.write("bad.json", r#"{"param_groups": [{"name": "x"}]}"#);
+    dir.fails(
+        "train --data text.txt --config bad.json --no-checkpoint",
+        2,
+        &["param_groups: unknown field `name`"],
+    );
 }
 
 #[test]
 fn another_model_is_refused() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     train(dir, "--steps 1 --checkpoint a");
-    let with = |model: &str| run(dir, &format!("train --resume a --steps 2 --model {model}"));
+    let with = |model: &str| dir.output(&format!("train --resume a --steps 2 --model {model}"));
     fails(
         &with("nano"),
         2,
@@ -611,24 +556,20 @@ fn another_model_is_refused() {
 
     succeeds(&with("model"));
     // All shapes are the same.
-    let config = std::fs::read_to_string(dir.join("model/config.json")).unwrap();
-    std::fs::write(
-        dir.join("model/config.json"),
-        config.replace("\"n_head\": 4", "\"n_head\": 2"),
-    )
-    .unwrap();
+    let path = dir.join("model/config.json");
+    let config = std::fs::read_to_string(&path).unwrap();
+    let other = config.replace("\"n_head\": 4", "\"n_head\": 2");
+    std::fs::write(path, other).unwrap();
     fails(&with("model"), 2, &["another model", "n_head 4 -> 2"]);
 }
 
 #[test]
 fn missing_data_is_an_error() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     train(dir, "--steps 1 --checkpoint a");
     std::fs::rename(dir.join("text.txt"), dir.join("moved.txt")).unwrap();
-    fails(
-        &run(dir, "train --resume a --steps 2"),
+    dir.fails(
+        "train --resume a --steps 2",
         2,
         &["text.txt", "does not exist", "--data"],
     );
@@ -641,20 +582,14 @@ fn missing_data_is_an_error() {
         "{path}"
     );
     // The same path with another content.
-    std::fs::write(dir.join("moved.txt"), "x".repeat(8192)).unwrap();
-    let out = resume(dir, "a --steps 3");
-    assert!(
-        out.contains("note: the data differs from the checkpoint's"),
-        "{out}"
-    );
+    dir.write("moved.txt", "x".repeat(8192));
+    resume(dir, "a --steps 3").shows(&["note: the data differs from the checkpoint's"]);
 }
 
 /// An interrupted run continues to its last step, with the interval of its checkpoints.
 #[test]
 fn last_step_and_checkpoints_are_taken_up() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     train(
         dir,
         "--steps 6 --checkpoint a --checkpoint-every 2 --keep-last 2",
@@ -662,36 +597,20 @@ fn last_step_and_checkpoints_are_taken_up() {
 
     std::fs::remove_dir_all(dir.join("a/step-00000006")).unwrap();
     resume(dir, "a");
-    let steps = |dir: &Path| {
-        let entries = std::fs::read_dir(dir)
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        let mut steps: Vec<String> = entries.filter(|name| name.starts_with("step-")).collect();
-        steps.sort();
-        steps
-    };
-
-    assert_eq!(steps(&dir.join("a")), ["step-00000004", "step-00000006"]);
-    let out = resume(dir, "a");
-    assert!(
-        out.contains("nothing to do: the checkpoint is at step 6"),
-        "{out}"
-    );
+    assert_eq!(checkpoints(&dir.join("a")), [4, 6]);
+    resume(dir, "a").shows(&["nothing to do: the checkpoint is at step 6"]);
 }
 
 #[test]
 fn run_id_follows_the_folder() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     train(dir, "--steps 1 --checkpoint a");
     let first = record(dir, "a", 1);
     resume(dir, "a --steps 2");
     let same = record(dir, "a", 2);
-    assert_eq!(
-        (&same["run"], &same["resumed_runs"]),
-        (&first["run"], &first["resumed_runs"])
-    );
+    for key in ["run", "resumed_runs"] {
+        assert_eq!(same[key], first[key]);
+    }
     resume(dir, "a --steps 3 --checkpoint b");
     let other = record(dir, "b", 3);
     assert_ne!(other["run"], first["run"]);
@@ -702,28 +621,12 @@ fn run_id_follows_the_folder() {
     assert_eq!(record(dir, "a", 2)["run"], first["run"]);
 }
 
-/// The second line of the README's block with other inputs, then the third.
-#[test]
-fn readme_line_resumes_at_another_stage() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
-    train(dir, "--steps 2 --checkpoint runs/a --metrics a.jsonl");
-
-    let out = resume(dir, "runs/a --ranks 3 --stage 1 --steps 4");
-    assert!(out.contains("ZeRO stage 1, 3 ranks"), "{out}");
-    assert_eq!(curve(dir, "a.jsonl").len(), 4);
-    assert_eq!(record(dir, "runs/a", 4)["batch"]["ranks"], 3);
-}
-
 #[test]
 fn opening_shows_all_settings() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     let out = train(dir, "--steps 2 --checkpoint a --report report");
 
-    for part in [
+    out.shows(&[
         "parameters in bf16, ZeRO stage 3, 2 ranks x ",
         ", seed 11, weights from /",
         "data: text.txt: ",
@@ -734,33 +637,23 @@ fn opening_shows_all_settings() {
         "clip: gradient norm 0.5\n",
         "loss scale: 1\n",
         "checkpoints: a, at the end\n",
-    ] {
-        assert!(out.contains(part), "{part:?} is not in: {out}");
-    }
+    ]);
 
-    let report: Value =
-        serde_json::from_slice(&std::fs::read(dir.join("report/run.json")).unwrap()).unwrap();
+    let report = json(&dir.join("report/run.json"));
     assert_eq!(report, record(dir, "a", 2));
-    assert!(
-        out.contains(&format!("run: {}, ", report["run"].as_str().unwrap())),
-        "{out}"
-    );
+    out.shows(&[&format!("run: {}, ", report["run"].as_str().unwrap())]);
 }
 
 /// The places of state do not decide the numbers, and flags override them.
 #[test]
 fn offload_is_taken_up() {
-    let dir = on_disk();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs_in(on_disk());
     for folder in ["one", "two"] {
         std::fs::create_dir(dir.join(folder)).unwrap();
     }
     let path = |folder: &str| {
-        format!(
-            "nvme:{}",
-            dir.join(folder).canonicalize().unwrap().display()
-        )
+        let folder = dir.join(folder).canonicalize().unwrap();
+        format!("nvme:{}", folder.display())
     };
 
     train(dir, "--steps 3 --metrics plain --checkpoint p");
@@ -774,19 +667,14 @@ fn offload_is_taken_up() {
     let line = format!(
         "offload: optimizer state in {one} (masters fp32, moments fp32), parameters in {one}\n"
     );
-    assert!(out.contains(&line), "{out}");
-    let offload = record(dir, "a", 2)["offload"].clone();
-    assert_eq!(
-        (&offload["optimizer"], &offload["params"]),
-        (&one.clone().into(), &one.clone().into())
-    );
-    assert_eq!(
-        record(dir, "a", 2)["communication"]["sub_group_elems"],
-        1 << 20
-    );
+    out.shows(&[&line]);
+    let record_of_2 = record(dir, "a", 2);
+    for part in ["optimizer", "params"] {
+        assert_eq!(record_of_2["offload"][part], *one);
+    }
+    assert_eq!(record_of_2["communication"]["sub_group_elems"], 1 << 20);
 
-    let out = resume(dir, "a --steps 3 --metrics rest");
-    assert_eq!(differences(&out), ["steps 2 -> 3"], "{out}");
+    differing(dir, "a --steps 3 --metrics rest", &["steps 2 -> 3"]);
     assert_eq!(
         curve(dir, "plain"),
         [curve(dir, "first"), curve(dir, "rest")].concat()
@@ -810,13 +698,8 @@ fn offload_is_taken_up() {
     assert_eq!(record(dir, "a", 5).get("offload"), None);
     std::fs::remove_dir(dir.join("two")).unwrap();
 
-    let gone = run(
-        dir,
+    dir.fails(
         "train --resume a/step-00000004 --steps 5 --checkpoint b",
-    );
-
-    fails(
-        &gone,
         2,
         &[
             "scratch files in /",
@@ -828,9 +711,7 @@ fn offload_is_taken_up() {
 
 #[test]
 fn missing_tokenizer_is_an_error() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     let vocabulary: Vec<String> = (0..256).map(|id| format!("\"{id:07}\": {id}")).collect();
     let tokenizer = format!(
         r#"{{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
@@ -838,38 +719,31 @@ fn missing_tokenizer_is_an_error() {
             "model": {{"type": "WordLevel", "unk_token": "0000000", "vocab": {{{}}}}}}}"#,
         vocabulary.join(", ")
     );
-    std::fs::write(dir.join("tokenizer.json"), tokenizer).unwrap();
+    dir.write("tokenizer.json", tokenizer);
 
     train(dir, "--tokenizer tokenizer.json --steps 1 --checkpoint a");
 
-    let out = resume(dir, "a --steps 2");
-    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
-    assert!(out.contains("tokenizer.json"), "{out}");
+    differing(dir, "a --steps 2", &["steps 1 -> 2"]).shows(&["tokenizer.json"]);
     std::fs::rename(dir.join("tokenizer.json"), dir.join("moved.json")).unwrap();
     // The one that is kept beside the checkpoints.
     std::fs::remove_dir_all(dir.join("a/model-files")).unwrap();
-    let resumed = run(dir, "train --resume a --steps 3");
-    fails(
-        &resumed,
+    dir.fails(
+        "train --resume a --steps 3",
         2,
         &["tokenizer.json", "does not exist", "--tokenizer"],
     );
-    let out = resume(dir, "a --steps 3 --tokenizer moved.json");
-    assert!(!out.contains("the data differs"), "{out}");
+    resume(dir, "a --steps 3 --tokenizer moved.json").omits(&["the data differs"]);
 }
 
 /// A checkpoint without `run.json`, as another program may write it: what its manifest has is taken
 /// up.
 #[test]
 fn checkpoint_without_record_is_resumed() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     train(dir, "--stage 1 --steps 1 --checkpoint a");
     let step = dir.join("a/step-00000001");
     std::fs::remove_file(step.join("run.json")).unwrap();
-    let file: Value =
-        serde_json::from_slice(&std::fs::read(step.join("manifest.json")).unwrap()).unwrap();
+    let file = json(&step.join("manifest.json"));
     let mut manifest = file["manifest"].clone();
     for key in ["run", "documents"] {
         manifest.as_object_mut().unwrap().remove(key).unwrap();
@@ -879,46 +753,22 @@ fn checkpoint_without_record_is_resumed() {
     let text = format!(
         r#"{{"format": "zero-ckpt", "version": 2, "crc64": "{crc:016x}", "manifest": {text}}}"#
     );
-    std::fs::write(step.join("manifest.json"), text).unwrap();
-    let out = resume(dir, "a --data text.txt --steps 2");
-    assert!(out.contains("has no run.json"), "{out}");
-    assert!(
-        out.contains("in bf16, ZeRO stage 1, ") && out.contains(", seed 11, "),
-        "{out}"
-    );
+    step.write("manifest.json", text);
+    resume(dir, "a --data text.txt --steps 2").shows(&[
+        "has no run.json",
+        "in bf16, ZeRO stage 1, ",
+        ", seed 11, ",
+    ]);
     assert_eq!(record(dir, "a", 2)["resumed_runs"], serde_json::json!([""]));
 }
 
 #[test]
 fn damaged_record_is_refused() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
+    let dir = &inputs();
     train(dir, "--steps 1 --checkpoint a");
     let path = dir.join("a/step-00000001/run.json");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("\"format\": 1", "\"format\": 2")).unwrap();
     // Its checksum is in the manifest.
-    fails(
-        &run(dir, "train --resume a/step-00000001 --steps 2"),
-        1,
-        &["run.json"],
-    );
-}
-
-#[test]
-fn default_data_is_taken_up_in_its_folder() {
-    let dir = temp();
-    let dir = dir.path();
-    inputs(dir);
-    let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();
-    std::fs::write(dir.join("text.txt"), text.repeat(10)).unwrap();
-    let model = data("model");
-    succeeds(&run(
-        dir,
-        &format!("train --model {model} --seq-len 16 --steps 1 --checkpoint a"),
-    ));
-    let out = resume(dir, "a --steps 2");
-    assert_eq!(differences(&out), ["steps 1 -> 2"], "{out}");
-    assert!(!out.contains("the data differs"), "{out}");
+    dir.fails("train --resume a/step-00000001 --steps 2", 1, &["run.json"]);
 }

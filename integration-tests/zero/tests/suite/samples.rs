@@ -2,54 +2,34 @@
 
 use std::path::Path;
 
-use crate::support::{fails, losses, run_tiny, succeeds, temp, zero};
+use crate::support::{Runs, losses, temp};
 
-const SAMPLES: [&str; 6] = [
-    "--sample-prompt",
-    "the ",
-    "--sample-every",
-    "2",
-    "--sample-tokens",
-    "8",
-];
+const SAMPLES: &str = "--sample-prompt 'the ' --sample-every 2 --sample-tokens 8";
 
 /// The lines with samples.
 fn samples(out: &str) -> Vec<&str> {
-    let lines = out.lines();
-    lines
+    out.lines()
         .filter(|line| line.starts_with("sample after "))
         .collect()
 }
 
-fn train(dir: &Path, stage: &str, more: &[&str]) -> String {
-    let base = [
-        "--stage",
-        stage,
-        "--steps",
-        "5",
-        "--metrics",
-        stage,
-        "--no-checkpoint",
-    ];
-    succeeds(&run_tiny(dir, &[more, &base].concat()))
+fn train(dir: &Path, stage: &str, more: &str) -> String {
+    let base = "--steps 5 --no-checkpoint";
+    dir.tiny(&format!("{more} --stage {stage} --metrics {stage} {base}"))
 }
 
 /// All stages write the same, and train as without samples.
 #[test]
 fn samples_change_no_training() {
-    let dir = temp();
-    let dir = dir.path();
+    let dir = &temp();
     let plain = dir.join("plain");
     std::fs::create_dir(&plain).unwrap();
-    train(&plain, "2", &[]);
+    train(&plain, "2", "");
     let expected = losses(&plain.join("2"));
     let mut first: Option<Vec<String>> = None;
     for stage in ["0", "1", "2", "3"] {
-        let out = train(dir, stage, &SAMPLES);
-        let texts: Vec<String> = samples(&out)
-            .iter()
-            .map(|text| (*text).to_owned())
-            .collect();
+        let out = train(dir, stage, SAMPLES);
+        let texts: Vec<String> = samples(&out).into_iter().map(str::to_owned).collect();
         let starts = [2, 4, 5].map(|step| format!("sample after step {step}: the "));
         assert_eq!(texts.len(), 3, "{out}");
         for (text, start) in texts.iter().zip(starts) {
@@ -63,13 +43,10 @@ fn samples_change_no_training() {
 /// The sample at the end is what `zero generate` writes with the checkpoint.
 #[test]
 fn sample_is_that_of_generate() {
-    let dir = temp();
-    let dir = dir.path();
-    let more = [&SAMPLES[..], &["--checkpoint", "c"]].concat();
-    let out = succeeds(&run_tiny(dir, &more));
+    let dir = &temp();
+    let out = dir.tiny(&format!("{SAMPLES} --checkpoint c"));
     let last = samples(&out).last().unwrap().to_string();
-    let generate = ["generate", "--checkpoint", "c", "--prompt", "the "];
-    let text = succeeds(&zero(dir, &[&generate[..], &["--tokens", "8"]].concat()));
+    let text = dir.zero("generate --checkpoint c --prompt 'the ' --tokens 8");
     let text: String = text.trim_end_matches('\n').chars().collect();
     let shown = last.strip_prefix("sample after step 3: the ").unwrap();
     let escaped: String = text
@@ -84,15 +61,13 @@ fn sample_is_that_of_generate() {
     assert_eq!(shown, escaped);
 
     // A resumed run goes on with its samples.
-    let out = succeeds(&zero(dir, &["train", "--resume", "c", "--steps", "4"]));
+    let out = dir.zero("train --resume c --steps 4");
     assert_eq!(samples(&out).len(), 1, "{out}");
 }
 
 #[test]
 fn samples_need_a_prompt() {
-    let dir = temp();
-    let none = run_tiny(dir.path(), &["--sample-every", "2"]);
-    fails(&none, 2, &["pass --sample-prompt TEXT"]);
-    let empty = run_tiny(dir.path(), &["--sample-prompt", ""]);
-    fails(&empty, 2, &["--sample-prompt", "no tokens"]);
+    let dir = &temp();
+    dir.refuses("--sample-every 2", &["pass --sample-prompt TEXT"]);
+    dir.refuses("--sample-prompt ''", &["--sample-prompt", "no tokens"]);
 }

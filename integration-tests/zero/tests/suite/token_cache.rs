@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use crate::support::{on_disk, signal, succeeds, wait_until};
+use crate::support::{Files, on_disk, signal, succeeds, wait_until};
 use crate::{folders, place};
 
 /// A command that tokenizes `text` with the model folder in `dir`, and keeps the tokens in `cache`.
@@ -34,7 +34,7 @@ fn parts(dir: &Path) -> usize {
 /// Starts a process on a text of `words` words, and stops it while it tokenizes. `None` if it was
 /// done before.
 fn stopped(dir: &Path, words: usize) -> Option<Child> {
-    fs::write(dir.join("large.txt"), "w2 w3 w4 w5 ".repeat(words / 4)).unwrap();
+    dir.write("large.txt", "w2 w3 w4 w5 ".repeat(words / 4));
     let mut run = tokenize(dir, "large.txt")
         .stdout(Stdio::null())
         .stderr(Stdio::null())
@@ -60,10 +60,9 @@ fn stopped(dir: &Path, words: usize) -> Option<Child> {
 /// A stopped process lives and holds its lock, until it is killed.
 #[test]
 fn parts_of_killed_process_are_removed() {
-    let dir = on_disk();
-    let dir = dir.path();
+    let dir = &on_disk();
     folders::write(&dir.join("model"));
-    fs::write(dir.join("small.txt"), "w6 w7 w8 w9 ".repeat(100_000)).unwrap();
+    dir.write("small.txt", "w6 w7 w8 w9 ".repeat(100_000));
     let mut run = [4_000_000, 16_000_000, 64_000_000]
         .into_iter()
         .find_map(|words| stopped(dir, words))

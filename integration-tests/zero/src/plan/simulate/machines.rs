@@ -100,7 +100,7 @@ impl Machines {
         let base = with_hardware(args)?;
         let hardware = base.simulate.hardware.clone().unwrap_or_default();
         let (Some(on), cluster) = (SimulatedOn::of(&base)?, cluster(&hardware)?) else {
-            return Err(CliError::Usage("--hardware says no machine".to_owned()));
+            return Err(usage!("--hardware says no machine"));
         };
         let (request, _) = PlanRequest::new(&base)?;
         let parts = tensor_ranks(&cluster).filter_map(|ranks| {

@@ -80,9 +80,9 @@ pub(super) fn with_hardware(args: &PlanArgs) -> Result<PlanArgs, CliError> {
     let cluster = cluster(hardware)?;
     let gpus = cluster.gpus() as u64;
     if args.gpus.is_some_and(|said| said != gpus) {
-        return Err(CliError::Usage(format!(
+        return Err(usage!(
             "--gpus and --hardware {hardware} differ, which has {gpus}: pass one of them"
-        )));
+        ));
     }
     args.gpus = Some(gpus);
     args.nodes = cluster.nodes as u64;
@@ -110,8 +110,8 @@ pub(super) fn predicted(args: &SimulateArgs) -> Result<bool, CliError> {
     let is_table = ends.any(|end| end == "csv");
     match (is_table, args.predict.is_empty()) {
         (true, false) => predict::run(args).map(|()| true),
-        (true, true) => Err(CliError::Usage(
-            "--calibrate with a table: pass --predict with another one, or the same".to_owned(),
+        (true, true) => Err(usage!(
+            "--calibrate with a table: pass --predict with another one, or the same"
         )),
         (false, false) => runs::predict(args).map(|()| true),
         (false, true) if args.simulate => Ok(false),
@@ -239,10 +239,8 @@ fn bound(step: &SimulatedStep, on_host: bool) -> &'static str {
 fn read(path: &Path) -> Result<Calibration, CliError> {
     let shown = path.display();
     let text = files::read_text(path, SMALL_FILE_BYTES)
-        .map_err(|error| CliError::Usage(format!("--efficiencies {shown}: {error}")))?;
+        .map_err(|error| usage!("--efficiencies {shown}: {error}"))?;
     from_text(&text, &shown.to_string()).map_err(|error| {
-        CliError::Usage(format!(
-            "--efficiencies {shown}: {error}; pass a file that --save-efficiencies wrote"
-        ))
+        usage!("--efficiencies {shown}: {error}; pass a file that --save-efficiencies wrote")
     })
 }

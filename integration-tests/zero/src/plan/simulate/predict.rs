@@ -37,17 +37,14 @@ fn used(rows: &[Row], by: CalibrationRows) -> Result<Vec<usize>, CliError> {
 /// One machine and software, or an error that says how the rows differ.
 fn check_one_group(path: &Path, rows: &[Row]) -> Result<(), CliError> {
     let Some(first) = rows.first() else {
-        return Err(CliError::Usage(format!(
-            "--calibrate {}: no rows",
-            path.display()
-        )));
+        return Err(usage!("--calibrate {}: no rows", path.display()));
     };
     let other = rows
         .iter()
         .find(|row| row.source != first.source || row.gpu != first.gpu);
     match other {
         None => Ok(()),
-        Some(other) => Err(CliError::Usage(format!(
+        Some(other) => Err(usage!(
             "--calibrate {}: line {} is of {} on {}, line {} of {} on {}: calibrate on rows of one machine and software",
             path.display(),
             first.line,
@@ -56,7 +53,7 @@ fn check_one_group(path: &Path, rows: &[Row]) -> Result<(), CliError> {
             other.line,
             other.source,
             other.gpu
-        ))),
+        )),
     }
 }
 
@@ -99,8 +96,8 @@ fn table(path: &Path) -> Result<Table, CliError> {
 /// Prints the predicted table, and the errors of its measured rows.
 pub(super) fn run(args: &SimulateArgs) -> Result<(), CliError> {
     let ([calibrate], [predict]) = (&args.calibrate[..], &args.predict[..]) else {
-        return Err(CliError::Usage(
-            "--calibrate and --predict with tables: one file each".to_owned(),
+        return Err(usage!(
+            "--calibrate and --predict with tables: one file each"
         ));
     };
     let known = table(calibrate)?;

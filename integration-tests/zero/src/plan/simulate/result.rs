@@ -71,6 +71,6 @@ impl Calibration {
     pub(super) fn write(&self, path: &Path) -> Result<(), CliError> {
         let file = path.display().to_string();
         let text = to_text(self, &file).map_err(CliError::failure)?;
-        std::fs::write(path, text).map_err(|error| CliError::Failure(format!("{file}: {error}")))
+        std::fs::write(path, text).map_err(|error| failure!("{file}: {error}"))
     }
 }

@@ -1,6 +1,5 @@
 //! Calibration on files of `zero train --metrics`, and predictions of their runs.
 
-use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use zero_ckpt::files;
@@ -88,8 +87,8 @@ fn short(name: &str) -> &str {
 fn hardware(args: &SimulateArgs) -> Result<Cluster, CliError> {
     match &args.hardware {
         Some(hardware) => cluster(hardware),
-        None => Err(CliError::Usage(
-            "--calibrate with metrics needs --hardware: the machine that they are of".to_owned(),
+        None => Err(usage!(
+            "--calibrate with metrics needs --hardware: the machine that they are of"
         )),
     }
 }
@@ -101,9 +100,7 @@ pub(super) const METRICS_BYTES: u64 = 1 << 30;
 fn read(flag: &str, paths: &[PathBuf], cluster: &Cluster) -> Result<Vec<MeasuredRun>, CliError> {
     let mut runs = Vec::new();
     for path in paths {
-        let error = |what: &dyn std::fmt::Display| {
-            CliError::Usage(format!("{flag} {}: {what}", path.display()))
-        };
+        let error = |what: &dyn std::fmt::Display| usage!("{flag} {}: {what}", path.display());
         let text = files::read_text(path, METRICS_BYTES).map_err(|e| error(&e))?;
         let before = runs.len();
         for run in measured_steps(&text).map_err(|e| error(&e))? {
@@ -125,9 +122,7 @@ fn read(flag: &str, paths: &[PathBuf], cluster: &Cluster) -> Result<Vec<Measured
     }
     match runs.is_empty() {
         false => Ok(runs),
-        true => Err(CliError::Usage(format!(
-            "{flag}: no file has a run that counts"
-        ))),
+        true => Err(usage!("{flag}: no file has a run that counts")),
     }
 }
 
@@ -181,10 +176,8 @@ pub(super) fn predict(args: &SimulateArgs) -> Result<(), CliError> {
     let mean = errors.iter().map(|error| error.0.abs()).sum::<f64>() / errors.len() as f64;
     let mut text = table(&runs, &calibration) + &summary(&calibration);
     if let Some((worst, name)) = errors.last() {
-        // Writing to a string does not fail.
-        let _ = writeln!(
-            text,
-            "{} runs: mean error {mean:.1}%, worst {worst:+.1}% ({name})",
+        text += &format!(
+            "{} runs: mean error {mean:.1}%, worst {worst:+.1}% ({name})\n",
             errors.len()
         );
     }
@@ -198,9 +191,8 @@ fn table(runs: &[MeasuredRun], calibration: &Calibration) -> String {
     );
     for run in runs {
         let predicted = run.prepared.step(&calibration.efficiencies).seconds;
-        let _ = writeln!(
-            text,
-            "{:>12.1}  {:>12.1}  {:>+5.1}%  {}",
+        text += &format!(
+            "{:>12.1}  {:>12.1}  {:>+5.1}%  {}\n",
             1e3 * run.step_s,
             1e3 * predicted,
             100.0 * (predicted / run.step_s - 1.0),

@@ -1,7 +1,5 @@
 //! `--sweep gpus=FROM..TO`: the same run on other numbers of GPUs.
 
-use std::fmt::Write;
-
 use indicatif::HumanCount;
 use plotters::prelude::*;
 
@@ -52,9 +50,7 @@ pub(super) fn run(args: &PlanArgs, gpus: Gpus, on: &SimulatedOn) -> Result<Vec<P
         count *= 2;
     }
     if let Some(path) = &args.simulate.sweep_svg {
-        draw(path, &points).map_err(|error| {
-            CliError::Failure(format!("--sweep-svg {}: {error}", path.display()))
-        })?;
+        draw(path, &points).map_err(|error| failure!("--sweep-svg {}: {error}", path.display()))?;
     }
     Ok(points)
 }
@@ -71,10 +67,8 @@ pub(crate) fn table(points: &[Point]) -> String {
             (_, true) => "  extrapolated",
             _ => "",
         };
-        // Writing to a string does not fail.
-        let _ = writeln!(
-            text,
-            "{:>7}  {:>5}  {:>10.1}  {:>12.0}  {:>4.1}%{note}",
+        text += &format!(
+            "{:>7}  {:>5}  {:>10.1}  {:>12.0}  {:>4.1}%{note}\n",
             point.gpus,
             point.stage,
             point.step_ms,

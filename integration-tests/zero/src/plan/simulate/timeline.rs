@@ -31,8 +31,8 @@ pub(super) fn write(
     let stage = fastest(true).or_else(|| fastest(false));
     let stage = stage.and_then(|(stage, _)| ZeroStage::from_number(stage.into()));
     let Some(stage) = stage else {
-        return Err(CliError::Usage(
-            "--timeline: no stage is simulated; pass --model or the whole shape of one".to_owned(),
+        return Err(usage!(
+            "--timeline: no stage is simulated; pass --model or the whole shape of one"
         ));
     };
     let largest = report.largest_unit_elems;
@@ -46,8 +46,7 @@ pub(super) fn write(
         events.extend(measured(beside)?);
     }
     let text = json!({"traceEvents": events}).to_string();
-    std::fs::write(path, text)
-        .map_err(|error| CliError::Failure(format!("--timeline {}: {error}", path.display())))
+    std::fs::write(path, text).map_err(|error| failure!("--timeline {}: {error}", path.display()))
 }
 
 /// The processes of a timeline.
@@ -61,10 +60,10 @@ fn process(pid: u32, name: &str) -> Value {
 /// The events of the `trace.json` of `zero train --report`, as another process that begins at 0.
 fn measured(path: &Path) -> Result<Vec<Value>, CliError> {
     let error = |what: &dyn std::fmt::Display| {
-        CliError::Usage(format!(
+        usage!(
             "--timeline-beside {}: {what}; pass the trace.json of zero train --report",
             path.display()
-        ))
+        )
     };
     let text = files::read_text(path, METRICS_BYTES).map_err(|e| error(&e))?;
     let trace: Value = serde_json::from_str(&text).map_err(|e| error(&e))?;

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use clap::Parser;
+use integration_tests::Printed;
 use serde_json::Value;
 use tempfile::TempDir;
 use zero_shard::ZeroStage;
@@ -46,12 +47,10 @@ fn a_simulated_step_has_its_rates() {
     }
     let many = json(&format!("{LINE} h100-80g:8x32"));
     assert_eq!(stage(&many, 3)["extrapolated"], true);
-    let text = text(&format!("{LINE} h100-80g:8x32"));
-    assert!(
-        text.contains("Simulated steps on h100-80g, not calibrated"),
-        "{text}"
-    );
-    assert!(text.contains("Extrapolated"), "{text}");
+    text(&format!("{LINE} h100-80g:8x32")).shows(&[
+        "Simulated steps on h100-80g, not calibrated",
+        "Extrapolated",
+    ]);
 
     let without = json("--model gpt2-124m --gpus 8");
     assert!(without["stages"][0].get("simulated").is_none());
@@ -109,11 +108,8 @@ fn wrong_simulations_are_refused() {
         let error = usage_error(&format!("{LINE} {line}"));
         assert!(error.contains(said), "{line}: {error}");
     }
-    let assumed = text("--params 7e9 --simulate --hardware h100-80g:8x1");
-    assert!(
-        assumed.contains("the shape of the model is assumed"),
-        "{assumed}"
-    );
+    text("--params 7e9 --simulate --hardware h100-80g:8x1")
+        .shows(&["the shape of the model is assumed"]);
 }
 
 /// Offload to NVMe is simulated without a file, and waits for the disk.
@@ -191,7 +187,7 @@ fn timelines_and_sweeps_are_written() {
         let words = ["plan"].into_iter().chain(line.split_whitespace());
         let error = super::Line::try_parse_from(words);
         let text = error.err().unwrap().to_string();
-        assert!(text.contains("expected"), "{text}");
+        text.shows(&["expected"]);
     }
 }
 
@@ -243,7 +239,7 @@ fn refusals_have_their_reason() {
     let line = "tune --model nano --hardware h100-80g:1x1 --dtype fp32";
     let error = tune(&TuneLine::try_parse_from(line.split(' ')).unwrap().args);
     let error = error.unwrap_err().to_string();
-    assert!(error.contains("fp32"), "{error}");
+    error.shows(&["fp32"]);
 }
 
 #[derive(Parser)]
@@ -512,6 +508,6 @@ fn tables_are_predicted() {
     ] {
         let error = run(&args(&format!("--calibrate {calibrate} --predict {more}")));
         let error = error.unwrap_err().to_string();
-        assert!(error.contains(said), "{error}");
+        error.shows(&[said]);
     }
 }
