@@ -357,11 +357,14 @@ pub enum DeviceChoice {
 /// Communicators.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum CommChoice {
-    /// NCCL on CUDA; on the host MPI under mpirun, otherwise threads.
+    /// NCCL on CUDA; on the host MPI under mpirun, processes under torchrun or srun, otherwise
+    /// threads.
     #[default]
     Auto,
     /// Threads of this process.
     Threads,
+    /// Processes of this machine over shared memory: those of a launcher, or --ranks new ones.
+    Processes,
     /// NCCL.
     Nccl,
     /// MPI.

@@ -130,19 +130,25 @@ fn choose_on(
     Ok(Backend::Cuda { gpus, launched })
 }
 
+const fn is_of_host(comm: CommChoice) -> bool {
+    matches!(
+        comm,
+        CommChoice::Threads | CommChoice::Processes | CommChoice::Mpi
+    )
+}
+
 /// Whether the flags allow GPUs.
 ///
 /// # Errors
 /// The flags contradict each other.
 fn may_use_gpus(args: &TrainArgs) -> Result<bool, CliError> {
     let contradiction = match (args.device, args.comm) {
-        (DeviceChoice::Cuda, CommChoice::Threads | CommChoice::Mpi) => {
+        (DeviceChoice::Cuda, comm) if is_of_host(comm) => {
             "--device cuda: ranks on CUDA communicate through NCCL; remove --comm"
         }
         (DeviceChoice::Cpu, CommChoice::Nccl) => "--comm nccl requires --device cuda",
-        (DeviceChoice::Cpu, _) | (DeviceChoice::Auto, CommChoice::Threads | CommChoice::Mpi) => {
-            return Ok(false);
-        }
+        (DeviceChoice::Cpu, _) => return Ok(false),
+        (DeviceChoice::Auto, comm) if is_of_host(comm) => return Ok(false),
         _ => return Ok(true),
     };
     Err(CliError::Usage(contradiction.to_owned()))

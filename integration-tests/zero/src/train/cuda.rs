@@ -6,23 +6,19 @@ use std::time::Duration;
 use zero_alloc::cuda::{CudaDevice, bind_to_node};
 use zero_comm::nccl::NcclCommunicator;
 use zero_comm::world::{Launcher, Ranks};
-use zero_comm::{CommError, CommOptions, Communicator, Solo};
+use zero_comm::{CommOptions, Communicator, Solo};
 
 use super::backend;
 use super::parts::Gpu;
-use super::process_rank::ProcessRank;
+use super::process_rank::{ProcessRank, join_error, named};
 use super::resume::Resumed;
-use super::session::{Observe, run_error};
 use super::setup::RunSetup;
-use super::signals;
+use super::start_ranks::start_ranks;
 use crate::error::CliError;
-use crate::launcher::{Job, JobError};
 use crate::memory;
 use crate::settings::args::TrainArgs;
-use zero_trainer::{RankSummary, run_on_cuda};
+use zero_trainer::run_on_cuda;
 
-/// Time for the other ranks to detect that one has failed.
-const GRACE: Duration = Duration::from_secs(10);
 /// NCCL settings that let ranks share a GPU and limit the size of each rank's kernels; the user's
 /// values override them.
 const SHARING: [(&str, &str); 2] = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_MAX_CTAS", "8")];
@@ -39,34 +35,14 @@ pub(crate) fn run(
     match launched {
         Some(launched) => run_rank(args, resumed, gpus, Some(&launched)),
         None if ranks == 1 => run_rank(args, resumed, gpus, None),
-        None => launch(args, resumed, ranks),
+        None => {
+            let sharing = SHARING.into_iter();
+            let unset = |name| args.share_gpus && std::env::var_os(name).is_none();
+            let sharing = sharing.filter(|(name, _)| unset(*name));
+            let variables = sharing.map(|(name, value)| (name.to_owned(), value.to_owned()));
+            start_ranks(ranks, variables, resumed)
+        }
     }
-}
-
-/// Starts the ranks and waits for them.
-fn launch(args: &TrainArgs, resumed: Option<&Resumed>, ranks: usize) -> Result<(), CliError> {
-    let program = std::env::current_exe()
-        .map_err(|e| failure!("failed to determine the path of this executable: {e}"))?;
-
-    let sharing = SHARING
-        .into_iter()
-        .filter(|(name, _)| args.share_gpus && std::env::var_os(name).is_none());
-    let variables = sharing.map(|(name, value)| (name.to_owned(), value.to_owned()));
-    let job = Job {
-        ranks,
-        program,
-        args: std::env::args_os().skip(1).collect(),
-        variables: variables.chain(resumed.map(Resumed::variable)).collect(),
-        grace: GRACE,
-    };
-
-    let mut received = signals::received()?;
-    job.run(&mut || received.pending().next())
-        .map_err(|error| match &error {
-            JobError::Interrupted { signal } => CliError::Interrupted { signal: *signal },
-            JobError::Reported { report, .. } if report.code == 2 => CliError::usage(&error),
-            _ => CliError::failure(error),
-        })
 }
 
 /// Trains as one rank; rank 0 prints.
@@ -76,7 +52,7 @@ fn run_rank(
     gpus: usize,
     launched: Option<&Ranks>,
 ) -> Result<(), CliError> {
-    let (rank, local_rank) = launched.map_or((0, 0), |l| (l.rank, l.local_rank));
+    let local_rank = launched.map_or(0, |launched| launched.local_rank);
     // Before the driver starts threads, which inherit the cores.
     let cores = bind(launched, local_rank, gpus)?;
     let device = CudaDevice::open(local_rank % gpus).map_err(CliError::failure)?;
@@ -106,7 +82,18 @@ fn run_rank(
     process_rank.run(
         Ok(early),
         |args, resumed| rank_setup.make(args, resumed),
-        |setup, comm, observe| train(setup, &device, comm, rank, observe),
+        |setup, comm, observe| {
+            let summary = run_on_cuda(
+                &device,
+                Arc::clone(&comm),
+                setup.is_recorded(),
+                &setup.settings,
+                &setup.workload,
+                &setup.options,
+                observe,
+            );
+            named(summary, comm)
+        },
     )
 }
 
@@ -124,34 +111,6 @@ fn connect(
     let limit = Duration::from_secs(args.time_limit);
     let joined = NcclCommunicator::join(device, ranks, CommOptions::default().limit(limit));
     Ok(Arc::new(joined.map_err(|e| join_error(ranks.rank, e))?))
-}
-
-fn train(
-    setup: &RunSetup,
-    device: &CudaDevice,
-    comm: Arc<dyn Communicator<CudaDevice>>,
-    rank: usize,
-    observe: Observe<'_>,
-) -> Result<RankSummary, CliError> {
-    let summary = run_on_cuda(
-        device,
-        Arc::clone(&comm),
-        setup.is_recorded(),
-        &setup.settings,
-        &setup.workload,
-        &setup.options,
-        observe,
-    );
-    // Dropped before anything is printed, because leaving the communicator may wait for the other
-    // ranks.
-    let failure = comm.failure();
-    drop(comm);
-    summary.map_err(|error| match failure.filter(|f| !is_own(rank, f)) {
-        // The cause is shorter than the error of this rank's stream, and names the rank that
-        // failed.
-        Some(cause) => CliError::Echo(cause.to_string()),
-        None => run_error(error),
-    })
 }
 
 /// The machine of a rank.
@@ -235,24 +194,4 @@ fn check_sharing(args: &TrainArgs, shares: bool) -> Result<(), CliError> {
         ));
     }
     Ok(())
-}
-
-/// Whether `rank` itself caused the failure.
-fn is_own(rank: usize, failure: &CommError) -> bool {
-    match failure {
-        CommError::Aborted { rank: by, .. }
-        | CommError::Peer { rank: by, .. }
-        | CommError::Skipped { rank: by, .. }
-        | CommError::Panicked { rank: by, .. } => *by == rank,
-        _ => false,
-    }
-}
-
-/// The failure of a rendezvous names the rank at fault.
-fn join_error(rank: usize, error: CommError) -> CliError {
-    if is_own(rank, &error) {
-        CliError::failure(error)
-    } else {
-        CliError::Echo(error.to_string())
-    }
 }

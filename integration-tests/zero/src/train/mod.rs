@@ -10,6 +10,7 @@ mod cuda;
 mod event_files;
 mod exchange;
 mod figures;
+mod host_world;
 pub(crate) mod launched;
 mod line_file;
 mod loss_curve;
@@ -22,6 +23,7 @@ mod opening;
 mod parts;
 mod picture;
 mod process_rank;
+mod processes;
 mod report_folder;
 mod resume;
 mod room;
@@ -29,11 +31,14 @@ mod save_folder;
 mod session;
 mod setup;
 pub(crate) mod signals;
+mod start_ranks;
+mod start_ranks;
 mod summary;
 mod tfrecord;
 mod utilization;
 
 use backend::Backend;
+use host_world::HostWorld;
 use launched::launched_ranks;
 use resume::Resumed;
 use session::{observed, run_error};
@@ -71,8 +76,12 @@ pub fn run(args: &TrainArgs) -> Result<(), CliError> {
     if let Backend::Cuda { gpus, launched } = backend::choose(args)? {
         return cuda::run(args, resumed, gpus, launched);
     }
-    if mpi::is_selected(args)? {
-        return mpi::run(args, resumed);
+    match host_world::choose(args)? {
+        HostWorld::Threads => {}
+        HostWorld::Mpi => return mpi::run(args, resumed),
+        HostWorld::Processes(launched) => {
+            return processes::run(args, resumed, launched.as_ref());
+        }
     }
     let mut setup = RunSetup::new(
         args,

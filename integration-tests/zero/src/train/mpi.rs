@@ -5,88 +5,15 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 #[cfg(feature = "mpi")]
 use std::time::{Duration, Instant};
 
-use zero_comm::world::{Launcher, Ranks};
-
-use super::launched::mpi_ranks;
+#[cfg(not(feature = "mpi"))]
+use super::host_world::not_built;
 #[cfg(feature = "mpi")]
 use super::launched::{OPEN_MPI_LIMIT, is_under_open_mpi, launched_rank};
 use super::resume::Resumed;
 use crate::error::CliError;
 #[cfg(feature = "mpi")]
 use crate::output::print_note;
-use crate::settings::args::{CommChoice, TrainArgs};
-
-/// Whether this process trains as a rank of an MPI world.
-pub(crate) fn is_selected(args: &TrainArgs) -> Result<bool, CliError> {
-    // With --comm threads what a launcher says does not matter.
-    let processes = match args.comm {
-        CommChoice::Threads => mpi_ranks().unwrap_or(1),
-        _ => mpi_ranks()?,
-    };
-    let launched = processes > 1;
-    if launched && args.comm != CommChoice::Threads && args.comm != CommChoice::Nccl {
-        check_same(Ranks::from_env().ok().flatten().as_ref(), processes)?;
-    }
-    match args.comm {
-        CommChoice::Threads if launched => {
-            tracing::warn!(
-                "--comm threads: a launcher started {processes} processes, and each of them trains the whole run by itself"
-            );
-            Ok(false)
-        }
-        CommChoice::Threads | CommChoice::Nccl => Ok(false),
-        CommChoice::Mpi => Ok(true),
-        // Without MPI every process of mpirun would train the whole run by itself.
-        CommChoice::Auto if launched && cfg!(feature = "mpi") => Ok(true),
-        CommChoice::Auto if launched => Err(not_built()),
-        CommChoice::Auto => {
-            let ranks = Ranks::from_env().map_err(CliError::usage)?;
-            check_not_launched(ranks.as_ref()).map(|()| false)
-        }
-    }
-}
-
-/// Rejects variables of torchrun that contradict those of `mpirun`, which started `processes`.
-fn check_same(ranks: Option<&Ranks>, processes: usize) -> Result<(), CliError> {
-    let other = ranks
-        .filter(|ranks| ranks.launcher == Launcher::Torchrun)
-        .map(|ranks| ranks.world_size)
-        .filter(|size| *size > 1 && *size != processes);
-    match other {
-        Some(size) => Err(usage!(
-            "mpirun started {processes} processes, but WORLD_SIZE={size}: start the run by one launcher, or unset \
-             RANK and WORLD_SIZE"
-        )),
-        None => Ok(()),
-    }
-}
-
-/// Rejects processes of a launcher under which host ranks cannot communicate: each would train the
-/// whole run.
-fn check_not_launched(launched: Option<&Ranks>) -> Result<(), CliError> {
-    let Some(ranks) = launched.filter(|ranks| ranks.world_size > 1) else {
-        return Ok(());
-    };
-    let (rank, world_size) = (ranks.rank, ranks.world_size);
-    let by = match ranks.launcher {
-        Launcher::Torchrun => "torchrun (RANK, WORLD_SIZE)",
-        Launcher::OpenMpi => "mpirun",
-        Launcher::Slurm => "srun",
-        _ => "another launcher",
-    };
-    Err(usage!(
-        "{by} started this process as rank {rank} of {world_size}, but on the host ranks cannot communicate under it: \
-         start one process with --ranks {world_size}, or use mpirun; with --comm threads each process trains by itself"
-    ))
-}
-
-fn not_built() -> CliError {
-    CliError::Usage(
-        "this binary was built without MPI: build it with `--features mpi`, or pass --comm threads to train in one \
-         process"
-            .into(),
-    )
-}
+use crate::settings::args::TrainArgs;
 
 #[cfg(not(feature = "mpi"))]
 pub(crate) fn run(_args: &TrainArgs, _resumed: Option<&Resumed>) -> Result<(), CliError> {
@@ -156,12 +83,8 @@ pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     use zero_alloc::host::HostDevice;
     use zero_comm::mpi::MpiWorld;
     use zero_comm::{CommOptions, Communicator};
-    use zero_trainer::run_as_rank;
 
     use super::process_rank::ProcessRank;
-    use super::session::run_error;
-    use super::setup::RunSetup;
-    use crate::memory;
 
     let limit = Duration::from_secs(args.time_limit);
     let first = FIRST_NOTE.min(limit / 2);
@@ -172,11 +95,6 @@ pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
     let comm = world.comm();
     let ranks = comm.world_size();
 
-    let make = |args: &TrainArgs, resumed: Option<&Resumed>| {
-        let setup = RunSetup::new(args, resumed, ranks, None)?;
-        memory::check(&setup.memory(), 1, args.memory_limit)?;
-        Ok(setup)
-    };
     let rank = ProcessRank {
         args,
         resumed,
@@ -184,43 +102,5 @@ pub(crate) fn run(args: &TrainArgs, resumed: Option<&Resumed>) -> Result<(), Cli
         comm,
         notice: open_mpi_notice(),
     };
-    rank.run(
-        check_ranks(args, ranks).map(|()| None),
-        make,
-        |setup, comm, observe| {
-            let threads = setup.workload.threads;
-            let settings = &setup.settings;
-            let workload = &setup.workload;
-            run_as_rank(comm, threads, settings, workload, &setup.options, observe)
-                .map_err(run_error)
-        },
-    )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn host_rank_of_torchrun_is_rejected() {
-        let rank = |world_size, launcher| {
-            Ranks::new(0, world_size, 0, "127.0.0.1", 1)
-                .launcher(launcher)
-                .one_machine(true)
-        };
-        for launcher in [Launcher::Torchrun, Launcher::Slurm] {
-            let error = check_not_launched(Some(&rank(4, launcher))).unwrap_err();
-            assert_eq!(error.exit_code(), 2);
-            assert!(error.to_string().contains("rank 0 of 4"), "{error}");
-            assert!(error.to_string().contains("--ranks 4"), "{error}");
-            check_not_launched(Some(&rank(1, launcher))).unwrap();
-        }
-        check_not_launched(None).unwrap();
-
-        for (size, fits) in [(1, true), (4, true), (2, false)] {
-            let checked = check_same(Some(&rank(size, Launcher::Torchrun)), 4);
-            assert_eq!(checked.is_ok(), fits, "{size}");
-        }
-        check_same(Some(&rank(2, Launcher::Slurm)), 4).unwrap();
-    }
+    rank.run_on_host(check_ranks(args, ranks).map(|()| None))
 }

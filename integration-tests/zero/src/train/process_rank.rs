@@ -3,15 +3,17 @@
 use std::sync::Arc;
 
 use zero_alloc::device::Device;
-use zero_comm::Communicator;
-use zero_trainer::RankSummary;
+use zero_alloc::host::HostDevice;
+use zero_comm::{CommError, Communicator};
+use zero_trainer::{RankSummary, TrainError, run_as_rank};
 
 use super::exchange::StartExchange;
 use super::resume::{self, Resumed};
-use super::session::{Observe, observed};
+use super::session::{Observe, observed, run_error};
 use super::setup::RunSetup;
 use super::signals::Signals;
 use crate::error::CliError;
+use crate::memory;
 use crate::settings::args::TrainArgs;
 
 /// A rank that is connected with the others.
@@ -67,5 +69,80 @@ impl<D: Device> ProcessRank<'_, D> {
         observed(&setup, &signals, prints, |observe| {
             train(&setup, self.comm, observe).map(|summary| vec![summary])
         })
+    }
+}
+
+impl ProcessRank<'_, HostDevice> {
+    /// The run of a rank on the host, of `ranks`.
+    pub(crate) fn setup(
+        args: &TrainArgs,
+        resumed: Option<&Resumed>,
+        ranks: usize,
+    ) -> Result<RunSetup, CliError> {
+        let setup = RunSetup::new(args, resumed, ranks, None)?;
+        memory::check(&setup.memory(), 1, args.memory_limit)?;
+        Ok(setup)
+    }
+
+    /// [`Self::run`] on the host.
+    pub(crate) fn run_on_host(
+        self,
+        early: Result<Option<RunSetup>, CliError>,
+    ) -> Result<(), CliError> {
+        let ranks = self.comm.world_size();
+        self.run(
+            early,
+            |args, resumed| Self::setup(args, resumed, ranks),
+            |setup, comm, observe| {
+                let workload = &setup.workload;
+                let summary = run_as_rank(
+                    Arc::clone(&comm),
+                    workload.threads,
+                    &setup.settings,
+                    workload,
+                    &setup.options,
+                    observe,
+                );
+                named(summary, comm)
+            },
+        )
+    }
+}
+
+/// The result of a rank, which leaves `comm`; an error that another rank caused is an echo.
+pub(crate) fn named<D: Device>(
+    summary: Result<RankSummary, TrainError>,
+    comm: Arc<dyn Communicator<D>>,
+) -> Result<RankSummary, CliError> {
+    let rank = comm.rank();
+    // Dropped before anything is printed, because leaving the communicator may wait for the other
+    // ranks.
+    let failure = comm.failure();
+    drop(comm);
+    summary.map_err(|error| match failure.filter(|f| !is_own(rank, f)) {
+        // The cause is shorter than the error of this rank's stream, and names the rank that
+        // failed.
+        Some(cause) => CliError::Echo(cause.to_string()),
+        None => run_error(error),
+    })
+}
+
+/// Whether `rank` itself caused the failure.
+fn is_own(rank: usize, failure: &CommError) -> bool {
+    match failure {
+        CommError::Aborted { rank: by, .. }
+        | CommError::Peer { rank: by, .. }
+        | CommError::Skipped { rank: by, .. }
+        | CommError::Panicked { rank: by, .. } => *by == rank,
+        _ => false,
+    }
+}
+
+/// The failure of a rendezvous names the rank at fault.
+pub(crate) fn join_error(rank: usize, error: CommError) -> CliError {
+    if is_own(rank, &error) {
+        CliError::failure(error)
+    } else {
+        CliError::Echo(error.to_string())
     }
 }
