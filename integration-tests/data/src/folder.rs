@@ -405,11 +405,8 @@ mod tests {
         dir.write("deep/x.txt", b"no");
         dir.write("binary", b"no\0");
         dir.write("latin1.txt", b"caf\xe9");
-        dir.write(
-            "large.txt",
-            &vec![b'x'; MAX_DEFAULT_FILE_BYTES as usize + 1],
-        );
-        dir.write("limit.txt", &vec![b'y'; MAX_DEFAULT_FILE_BYTES as usize]);
+        dir.write("large.txt", vec![b'x'; MAX_DEFAULT_FILE_BYTES as usize + 1]);
+        dir.write("limit.txt", vec![b'y'; MAX_DEFAULT_FILE_BYTES as usize]);
         std::os::unix::fs::symlink(dir.join("a.md"), dir.join("link.md")).unwrap();
 
         let documents = read(dir, DEFAULT).unwrap();
@@ -429,7 +426,7 @@ mod tests {
         dir.write("target/a.txt", b"built");
         dir.write("cache/CACHEDIR.TAG", b"tag");
         dir.write("blank.txt", b" \n");
-        dir.write("binary", &[7, 0, 7, 7]);
+        dir.write("binary", [7, 0, 7, 7]);
         dir.write("latin1.txt", b"caf\xe9");
         dir.write(".git/HEAD", b"ref: x");
         dir.write("checkpoint/manifest.json", b"{\"format\": \"zero-ckpt\"}");

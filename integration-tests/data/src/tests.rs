@@ -137,7 +137,7 @@ fn rows_do_not_depend_on_world_size() {
     let files = &Folder::on_disk();
     for path in [
         files.tokens(&(0..500).collect::<Vec<_>>()),
-        files.write("a.txt", &[7; 333]),
+        files.write("a.txt", [7; 333]),
     ] {
         let data = open(&path);
         let (whole, _) = batch(
@@ -255,7 +255,7 @@ fn header_of_a_token_file_is_not_trained() {
         ("llmc.bin", llmc, "u16 by the header of llm.c"),
         ("numpy.bin", numpy, "u16 by the header of numpy"),
     ] {
-        let path = files.write(name, &[&header[..], &tokens].concat());
+        let path = files.write(name, [&header[..], &tokens].concat());
         let data = open(&path);
         assert_eq!(data.len_tokens(), 40, "{name}");
         assert_eq!(data.fingerprint(), plain.fingerprint(), "{name}");
@@ -530,7 +530,7 @@ fn wide_token_file_is_read_in_order() {
             .collect::<Vec<_>>()
     };
     let tokens: Vec<u32> = (128_000..128_020).collect();
-    let data = open(&files.write("tokens.u32.bin", &bytes(&tokens)));
+    let data = open(&files.write("tokens.u32.bin", bytes(&tokens)));
     assert_eq!(data.len_tokens(), 20);
     data.validate(128_020, 4).unwrap();
     let (inputs, targets) = batch(&data, AT);
@@ -542,11 +542,11 @@ fn wide_token_file_is_read_in_order() {
     // No token of any vocabulary.
     let data = open(&files.write(
         "large.u32.bin",
-        &[[0xff; 4], [5, 0, 0, 0], [6, 0, 0, 0]].concat().repeat(4),
+        [[0xff; 4], [5, 0, 0, 0], [6, 0, 0, 0]].concat().repeat(4),
     ));
     let error = data.validate(256, 4).unwrap_err().to_string();
     error.shows(&["token 4294967295 at position 0 is outside"]);
-    let error = open_error(&DataSource::at(files.write("odd.u32.bin", &[0; 6])));
+    let error = open_error(&DataSource::at(files.write("odd.u32.bin", [0; 6])));
     assert!(
         error.ends_with("6 bytes are not a whole number of 4-byte tokens"),
         "{error}"
