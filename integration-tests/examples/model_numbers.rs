@@ -52,19 +52,7 @@ fn numbers(folder: &HfFolder, batch: &Batch, seq: usize) -> Result<Vec<Tensor>, 
     let config = folder.config();
     let units = config.units();
     let rows = batch.inputs.len() / seq;
-    let options = ModelOptions {
-        micro_batch: rows,
-        seq_len: seq,
-        sequence_ranks: 1,
-        tensor_ranks: 1,
-        partition_activations: false,
-        sequence_parallel: false,
-        dtype: DType::F32,
-        activation_checkpointing: false,
-        offload_activations: false,
-        matmul_timing: false,
-        recompute_gelu: false,
-    };
+    let options = ModelOptions::new(rows, seq, DType::F32);
 
     let mut params = Vec::new();
     for unit in &units {
