@@ -8,7 +8,7 @@ use zero_alloc::host::HostDevice;
 use zero_models::ops::Threads;
 use zero_models::{HostModel, ModelConfig, ModelOptions};
 use zero_shard::UnitSpec;
-use zero_trainer::{Batch, Grad, Model, ModelError, Pass};
+use zero_trainer::{Batch, Grad, Model, ModelError, ModelRanks, Pass};
 
 use crate::arrays::Arrays;
 
@@ -99,7 +99,13 @@ impl<'a> OnHost<'a> {
     ) -> Self {
         let dtype = options.dtype;
         let threads = Threads::new(threads).unwrap();
-        let model = config.on_host(options, &arrays.pool, &arrays.stream, threads);
+        let model = config.on_host(
+            options,
+            &arrays.pool,
+            &arrays.stream,
+            threads,
+            &ModelRanks::default(),
+        );
         Self::of(arrays, config, model.unwrap(), dtype, weights)
     }
 }

@@ -88,7 +88,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
 
     let loss = |logits| {
         let losses = gpu.zeros(2);
-        cross_entropy::forward_backward(&ops, stream, logits, losses, targets, 50, scale)
+        cross_entropy::forward(&ops, stream, logits, losses, targets, 50, Some(scale))
     };
     is_length(loss(bf16(64)), 128, 64);
     assert!(loss(bf16(129).slice(1..129)).is_err());

@@ -8,7 +8,7 @@ use zero_kernels::adam::AdamSlices;
 use zero_kernels::{AdamHyper, AdamScalars, reference};
 use zero_models::gpt2::config::GptConfig;
 use zero_models::{ModelConfig, ModelOptions};
-use zero_trainer::{Batch, Grad, ModelError};
+use zero_trainer::{Batch, Grad, ModelError, ModelRanks};
 
 use crate::gpu::{Gpu, values};
 use crate::on_gpu::{OnGpu, agree, agree_in_all, on_host};
@@ -263,7 +263,12 @@ pub(crate) fn is_planned(gpu: &Gpu, config: &ModelConfig, options: &ModelOptions
 
     let before = held();
     let model = config
-        .on_cuda(options.clone(), &gpu.pool, &gpu.stream)
+        .on_cuda(
+            options.clone(),
+            &gpu.pool,
+            &gpu.stream,
+            &ModelRanks::default(),
+        )
         .unwrap();
     let after = held();
     drop(model);
@@ -403,7 +408,7 @@ fn what_the_model_does_not_take_is_refused() {
     let gpu = Gpu::open();
     let refused = |options: ModelOptions, config: GptConfig, parts: &[&str]| {
         let config = ModelConfig::from(config);
-        let model = config.on_cuda(options, &gpu.pool, &gpu.stream);
+        let model = config.on_cuda(options, &gpu.pool, &gpu.stream, &ModelRanks::default());
         let error = model.err().unwrap().to_string();
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");
     };

@@ -6,7 +6,7 @@ use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
 use zero_models::cuda::cross_entropy::stride_elems;
 use zero_models::{GpuModel, ModelConfig, ModelOptions};
-use zero_trainer::{Batch, Grad};
+use zero_trainer::{Batch, Grad, ModelRanks};
 
 use crate::gpu::{Arrays, Gpu};
 use crate::steps::{OnHost, Results, Steps, by_name};
@@ -31,10 +31,10 @@ impl<'a> OnGpu<'a> {
         weights: &[Vec<f32>],
         rows: Option<usize>,
     ) -> Self {
-        let model = config
-            .on_cuda_with_logits(options.clone(), rows, &gpu.pool, &gpu.stream)
-            .unwrap();
-        Self::of(gpu, config, model, options.dtype, weights)
+        let ranks = &ModelRanks::default();
+        let model =
+            config.on_cuda_with_logits(options.clone(), rows, &gpu.pool, &gpu.stream, ranks);
+        Self::of(gpu, config, model.unwrap(), options.dtype, weights)
     }
 
     /// Makes blocks write their gradients in `dtype`, over elements that are not numbers.

@@ -1,13 +1,12 @@
 //! Parameter groups and frozen tensors at all stages: bits, bytes and resume.
 
 use zero_alloc::device::DType;
-use zero_trainer::RankBytes;
 use zero_trainer::param_groups::{GroupSettings, ParamGroup};
 
 use super::identical::{all_same, same};
 use super::resume::{continued, same_without_a_stop};
 use super::support::Case;
-use super::volumes::peak_bytes;
+use super::volumes::{peak_bytes, planned};
 
 fn groups(json: &str, no_decay_1d: bool) -> GroupSettings {
     GroupSettings {
@@ -172,11 +171,7 @@ fn frozen_units_cost_nothing() {
                 ),
                 _ => assert_eq!(sent.reduce_scatter, shards, "{case:?}"),
             }
-            let activations = workload.config.activations_bytes(&workload.options);
-            let passes = workload.config.passes();
-            let planned = RankBytes::new(settings, layout, &passes, activations, true)
-                .unwrap()
-                .total();
+            let planned = planned(&workload, &outcome).total();
             // Losses, flags, statistics and scalars are a few KiB, as is the padding that is not
             // saved.
             let peak = peak_bytes(&outcome);

@@ -8,7 +8,7 @@ use zero_trainer::Home;
 
 use super::on_ranks;
 use super::support::{Case, Outcome, homes};
-use super::toy::Toy;
+use super::toy::{Toy, toys};
 
 pub(super) fn same(a: &Outcome, b: &Outcome, what: &str) {
     assert_eq!(a.curve(), b.curve(), "{what}: losses and norms");
@@ -230,14 +230,12 @@ proptest! {
     /// without elements.
     #[test]
     fn units_of_any_size(
-        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        toy in toys(false),
         ranks in 1usize..7,
         grad_accum in 1usize..4,
         sixteen in any::<bool>(),
         bucket_elems in 1usize..200,
-        tied in any::<bool>(),
     ) {
-        let toy = Toy::new(&units, tied);
         let dtype = if sixteen { DType::Bf16 } else { DType::F32 };
         let reduce_every_micro_batch = true;
         let base =

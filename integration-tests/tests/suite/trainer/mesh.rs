@@ -14,7 +14,7 @@ use super::identical::{cases, same};
 use super::on_ranks;
 use super::resume::continued;
 use super::support::{Case, Outcome, groups_of, home_at, homes};
-use super::toy::Toy;
+use super::toy::{Toy, toys};
 use super::volumes::held_and_sent_are_the_formulas;
 
 /// Every stage with everything that may be sharded between groups. hpZ comes last: its sums have
@@ -302,16 +302,12 @@ proptest! {
     /// same bits, and the flat run's losses.
     #[test]
     fn units_of_any_size(
-        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        toy in toys(true),
         group in 1usize..4,
         replicas in 2usize..4,
         grad_accum in 1usize..3,
         bucket_elems in 1usize..200,
-        tied in any::<bool>(),
-        writes in any::<bool>(),
     ) {
-        let toy = Toy::new(&units, tied);
-        let toy = if writes { toy.writing() } else { toy };
         let base = Case { bucket_elems, ..case(group * replicas, DType::F32, grad_accum) };
         let flat = Case { stage: 2, ..base.clone() }.run(&toy);
         let mut reference: Option<Outcome> = None;

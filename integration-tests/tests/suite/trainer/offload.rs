@@ -14,7 +14,7 @@ use super::groups::{mixed, upper};
 use super::identical::{all_same, all_same_with, cases, same};
 use super::on_ranks;
 use super::support::{Case, homes};
-use super::toy::Toy;
+use super::toy::{Toy, toys};
 
 /// A folder for scratch files, on a disk.
 fn folder() -> tempfile::TempDir {
@@ -399,15 +399,13 @@ proptest! {
     /// without elements.
     #[test]
     fn units_of_any_size(
-        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        toy in toys(false),
         ranks in 1usize..5,
         grad_accum in 1usize..4,
         sixteen in any::<bool>(),
         bucket_elems in 1usize..200,
-        tied in any::<bool>(),
         overlap in any::<bool>(),
     ) {
-        let toy = Toy::new(&units, tied);
         let dir = folder();
         let dtype = if sixteen { DType::Bf16 } else { DType::F32 };
         let reduce_every_micro_batch = true;

@@ -18,7 +18,7 @@ use super::mesh::{case, close};
 use super::on_ranks::{self, on_ranks, third_step_ms};
 use super::resume::continued;
 use super::support::{Case, Outcome, groups_of, home_at, levels_of};
-use super::toy::Toy;
+use super::toy::{Toy, toys};
 use super::volumes::held_and_sent_are_the_formulas;
 
 /// The run over one ring.
@@ -298,16 +298,12 @@ proptest! {
     /// Units of any sizes on any machines: all stages have the same bits, and one ring's losses.
     #[test]
     fn units_of_any_size(
-        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        toy in toys(true),
         level in 1usize..4,
         machines in 2usize..4,
         grad_accum in 1usize..3,
         bucket_elems in 1usize..200,
-        tied in any::<bool>(),
-        writes in any::<bool>(),
     ) {
-        let toy = Toy::new(&units, tied);
-        let toy = if writes { toy.writing() } else { toy };
         let base = Case { bucket_elems, ..case(level * machines, DType::F32, grad_accum) };
         let ring = Case { stage: 2, ..base.clone() }.run(&toy);
         let at = |stage| Case { stage, mesh: levels_of(level), ..base.clone() };

@@ -10,7 +10,7 @@ use zero_optim::OptimizerConfig;
 use zero_trainer::{Validation, ValidationOptions};
 
 use super::support::{Case, Outcome};
-use super::toy::Toy;
+use super::toy::{Toy, toys};
 use super::volumes::memory_stays;
 use integration_tests::data;
 
@@ -178,13 +178,11 @@ proptest! {
 
     #[test]
     fn units_of_any_size(
-        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        toy in toys(false),
         ranks in 1usize..6,
         grad_accum in 1usize..3,
-        tied in any::<bool>(),
         windows in 1u64..9,
     ) {
-        let toy = Toy::new(&units, tied);
         let base = Case { ranks, grad_accum, reduce_every_micro_batch: true, stage: 0, ..Case::default() };
         let plain = base.run(&toy);
         let mut first = None;

@@ -1,5 +1,6 @@
 //! Bytes held and sent equal the formulas exactly, padding included.
 
+use zero::workload::ModelWorkload;
 use zero_alloc::device::DType;
 use zero_shard::ZeroStage;
 use zero_trainer::{CommBytes, RankBytes, RankSummary};
@@ -58,6 +59,20 @@ pub(super) fn memory_stays(summary: &RankSummary, what: &str) {
         after_two, in_all,
         "{what}: the pool took memory after the second step"
     );
+}
+
+/// The bytes of a rank that are known before the run.
+pub(super) fn planned(workload: &ModelWorkload, outcome: &Outcome) -> RankBytes {
+    let activations = workload.config.activations_bytes(&workload.options);
+    let passes = workload.config.passes();
+    RankBytes::new(
+        &outcome.settings,
+        &outcome.layout,
+        &passes,
+        activations,
+        true,
+    )
+    .unwrap()
 }
 
 /// The peak of rank 0 over all steps.
@@ -150,16 +165,7 @@ fn peak_is_known_before_the_run() {
             };
             let workload = case.tiny();
             let outcome = case.run(&workload);
-            let activations = workload.config.activations_bytes(&workload.options);
-            let passes = workload.config.passes();
-            let planned = RankBytes::new(
-                &outcome.settings,
-                &outcome.layout,
-                &passes,
-                activations,
-                true,
-            )
-            .unwrap();
+            let planned = planned(&workload, &outcome);
             let peak = peak_bytes(&outcome);
             // Losses, flags and statistics are a few KiB, as is the padding that is not saved.
             assert!(
