@@ -241,7 +241,13 @@ fn check_embeddings(
         close(&gpu.get(got), want, tolerance, &format!("{what}: {name}"));
     };
     // Token 4 is frequent, some tokens are absent.
-    let token = |i: usize| if i % 3 == 0 { 4 } else { i * i % vocab };
+    let token = |i: usize| {
+        if i.is_multiple_of(3) {
+            4
+        } else {
+            i * i % vocab
+        }
+    };
     let tokens: Vec<u32> = (0..rows).map(|i| token(i) as u32).collect();
     let starts = documents(batch, seq, 9);
     let start = |row: usize| if packed { starts[row] as usize } else { 0 };
