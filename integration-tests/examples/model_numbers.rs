@@ -20,7 +20,7 @@ use zero_alloc::host::HostDevice;
 use zero_models::ModelOptions;
 use zero_models::hf::HfFolder;
 use zero_models::ops::Threads;
-use zero_trainer::{Batch, Grad, ModelError};
+use zero_trainer::{Batch, Grad, ModelError, ModelRanks};
 
 const LIMIT: Duration = Duration::from_secs(600);
 
@@ -52,19 +52,7 @@ fn numbers(folder: &HfFolder, batch: &Batch, seq: usize) -> Result<Vec<Tensor>, 
     let config = folder.config();
     let units = config.units();
     let rows = batch.inputs.len() / seq;
-    let options = ModelOptions {
-        micro_batch: rows,
-        seq_len: seq,
-        sequence_ranks: 1,
-        tensor_ranks: 1,
-        partition_activations: false,
-        sequence_parallel: false,
-        dtype: DType::F32,
-        activation_checkpointing: false,
-        offload_activations: false,
-        matmul_timing: false,
-        recompute_gelu: false,
-    };
+    let options = ModelOptions::new(rows, seq, DType::F32);
 
     let mut params = Vec::new();
     for unit in &units {
@@ -84,7 +72,13 @@ fn numbers(folder: &HfFolder, batch: &Batch, seq: usize) -> Result<Vec<Tensor>, 
     let device = HostDevice::new();
     let stream = device.create_stream("compute")?;
     let pool = Pool::new(device.clone(), usize::MAX);
-    let mut model = config.on_host(options, &pool, &stream, Threads::new(1)?)?;
+    let mut model = config.on_host(
+        options,
+        &pool,
+        &stream,
+        Threads::new(1)?,
+        &ModelRanks::default(),
+    )?;
     let flats: Vec<_> = params.iter_mut().map(|p| slice(p).erase()).collect();
     let sums: Vec<_> = grads.iter_mut().map(|g| Grad::Add(slice(g))).collect();
     // SAFETY: used on the stream of the passes, while the model lives.

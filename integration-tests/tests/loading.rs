@@ -75,23 +75,11 @@ impl Workload<HostDevice> for Watched {
         &self,
         pool: &Pool<HostDevice>,
         compute: &HostStream,
-        _ranks: &ModelRanks<HostDevice>,
+        ranks: &ModelRanks<HostDevice>,
     ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
-        let options = ModelOptions {
-            micro_batch: 1,
-            seq_len: SEQ_LEN,
-            sequence_ranks: 1,
-            tensor_ranks: 1,
-            partition_activations: false,
-            sequence_parallel: false,
-            dtype: DType::Bf16,
-            activation_checkpointing: false,
-            offload_activations: false,
-            matmul_timing: false,
-            recompute_gelu: false,
-        };
+        let options = ModelOptions::new(1, SEQ_LEN, DType::Bf16);
         let config = self.folder.config();
-        Ok(config.on_host(options, pool, compute, Threads::new(1)?)?)
+        Ok(config.on_host(options, pool, compute, Threads::new(1)?, ranks)?)
     }
 
     fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {

@@ -101,17 +101,9 @@ fn main() -> Result<(), AnyError> {
         weights: Weights::Initial(1),
         data: Dataset::open(&DataSource::at(tokens))?.into(),
         options: ModelOptions {
-            micro_batch: batch,
-            seq_len: seq,
-            sequence_ranks: 1,
-            tensor_ranks: 1,
-            partition_activations: false,
-            sequence_parallel: false,
-            dtype,
-            activation_checkpointing: false,
-            offload_activations: false,
             matmul_timing: true,
             recompute_gelu: flags.iter().any(|f| f == "recompute-gelu"),
+            ..ModelOptions::new(batch, seq, dtype)
         },
         threads: 1,
     };

@@ -323,12 +323,15 @@ impl ModelConfig {
 
     /// Elements of all parameters: Ψ of the formulas.
     pub fn parameter_count(&self) -> u64 {
-        each!(self, config => config.parameter_count())
+        self.decoder().elems() as u64
     }
 
     /// The units in forward order: `embedding`, `block.0` .. and `head`.
+    ///
+    /// With a tied head, `head` has only the last norm, and the head's product reads the matrix of
+    /// `embedding`.
     pub fn units(&self) -> Vec<UnitSpec> {
-        each!(self, config => config.units())
+        self.decoder().units()
     }
 
     /// The passes, one per unit.
@@ -390,22 +393,8 @@ impl ModelConfig {
     /// The model on the host, with activations from `pool`, for passes on `stream` only.
     ///
     /// # Errors
-    /// The configuration or the options are not valid, or memory ran out.
+    /// The configuration or the options are not valid or for other numbers of ranks, or memory ran out.
     pub fn on_host(
-        &self,
-        options: ModelOptions,
-        pool: &Pool<HostDevice>,
-        stream: &HostStream,
-        threads: Threads,
-    ) -> Result<Box<dyn HostModel>, ModelError> {
-        self.on_host_with(options, pool, stream, threads, &ModelRanks::default())
-    }
-
-    /// [`Self::on_host`] with other ranks.
-    ///
-    /// # Errors
-    /// As for [`Self::on_host`], or the options are for other numbers of ranks.
-    pub fn on_host_with(
         &self,
         options: ModelOptions,
         pool: &Pool<HostDevice>,
@@ -428,22 +417,9 @@ impl ModelConfig {
         options: ModelOptions,
         pool: &Pool<CudaDevice>,
         stream: &CudaStream,
-    ) -> Result<Box<dyn GpuModel>, ModelError> {
-        self.on_cuda_with_logits(options, None, pool, stream)
-    }
-
-    /// [`Self::on_cuda`] with other ranks.
-    ///
-    /// # Errors
-    /// As for [`Self::on_cuda`], or the options are for other numbers of ranks.
-    pub fn on_cuda_with(
-        &self,
-        options: ModelOptions,
-        pool: &Pool<CudaDevice>,
-        stream: &CudaStream,
         ranks: &ModelRanks<CudaDevice>,
     ) -> Result<Box<dyn GpuModel>, ModelError> {
-        self.cuda_model(options, None, pool, stream, ranks)
+        self.on_cuda_with_logits(options, None, pool, stream, ranks)
     }
 
     /// [`Self::on_cuda`] with the logits of `rows` tokens in memory at once, at least of one. The
@@ -452,16 +428,6 @@ impl ModelConfig {
     /// # Errors
     /// As for [`Self::on_cuda`].
     pub fn on_cuda_with_logits(
-        &self,
-        options: ModelOptions,
-        rows: Option<usize>,
-        pool: &Pool<CudaDevice>,
-        stream: &CudaStream,
-    ) -> Result<Box<dyn GpuModel>, ModelError> {
-        self.cuda_model(options, rows, pool, stream, &ModelRanks::default())
-    }
-
-    fn cuda_model(
         &self,
         options: ModelOptions,
         rows: Option<usize>,
@@ -649,12 +615,75 @@ mod tests {
         }
     }
 
+    fn sum_of_units(config: &ModelConfig) -> u64 {
+        let units = config.units();
+        let params = units.iter().flat_map(|unit| &unit.params);
+        params.map(|p| p.shape.iter().product::<u64>()).sum()
+    }
+
+    #[test]
+    fn presets_have_hugging_face_parameter_counts() {
+        for (name, count) in [
+            ("gpt2-124m", 124_439_808),
+            ("gpt2-350m", 354_823_168),
+            ("gpt2-774m", 774_030_080),
+            ("gpt2-1.5b", 1_557_611_200),
+            ("llama2-7b", 6_738_415_616),
+            ("llama2-13b", 13_015_864_320),
+            ("llama2-70b", 68_976_648_192),
+            ("llama3-8b", 8_030_261_248),
+            ("llama3-70b", 70_553_706_496),
+            ("llama3.2-1b", 1_235_814_400),
+            ("smollm2-135m", 134_515_008),
+            ("qwen2.5-0.5b", 494_032_768),
+        ] {
+            let config = ModelConfig::preset(name).unwrap();
+            assert_eq!(config.parameter_count(), count, "{name}");
+        }
+    }
+
+    /// Biases, norms of heads, and tied heads and others.
+    #[test]
+    fn the_count_is_that_of_the_units() {
+        for (family, bias) in [(Family::Llama, true), (Family::Qwen3, false)] {
+            for name in PRESETS {
+                let Some(preset) = LlamaConfig::preset(name) else {
+                    continue;
+                };
+                let config = ModelConfig::from(LlamaConfig {
+                    family,
+                    output_bias: bias,
+                    mlp_bias: bias,
+                    tied_head: bias,
+                    ..preset
+                });
+                assert_eq!(sum_of_units(&config), config.parameter_count(), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn only_an_untied_head_has_a_matrix() {
+        let [tied, untied] = [true, false].map(|tied_head| {
+            let nano = GptConfig::preset("nano").unwrap();
+            ModelConfig::from(GptConfig { tied_head, ..nano })
+        });
+        assert_eq!(tied.param("lm_head.weight"), None);
+        assert_eq!(untied.param("lm_head.weight").unwrap().shape, [256, 128]);
+        assert_eq!(untied.parameter_count(), tied.parameter_count() + 256 * 128);
+        assert_eq!(sum_of_units(&untied), untied.parameter_count());
+        let units = untied.units();
+        let last = units.last().unwrap().params.last().unwrap();
+        assert_eq!(last.name, "lm_head.weight");
+    }
+
     #[test]
     fn presets_are_valid_and_have_layouts() {
         for name in PRESETS {
             let config = ModelConfig::preset(name).unwrap();
             config.validate().unwrap();
             assert_eq!(config.units().len(), config.layers() + 2, "{name}");
+            assert_eq!(sum_of_units(&config), config.parameter_count(), "{name}");
             assert!(config.param(config.embedding_name()).is_some(), "{name}");
             zero_shard::Layout::new(&config.units(), 3, 64).unwrap();
         }

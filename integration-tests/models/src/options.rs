@@ -57,6 +57,24 @@ pub struct GpuBytes {
 }
 
 impl ModelOptions {
+    /// Options of a model on one rank that keeps all activations on the device, and whose matrix
+    /// products use the library's first choice.
+    pub fn new(micro_batch: usize, seq_len: usize, dtype: DType) -> Self {
+        Self {
+            micro_batch,
+            seq_len,
+            sequence_ranks: 1,
+            tensor_ranks: 1,
+            partition_activations: false,
+            sequence_parallel: false,
+            dtype,
+            activation_checkpointing: false,
+            offload_activations: false,
+            matmul_timing: false,
+            recompute_gelu: false,
+        }
+    }
+
     /// Checks the batch for a model of `positions` positions and these heads of queries and keys.
     ///
     /// # Errors

@@ -1,26 +1,19 @@
 //! Dropout: the device draws the host's masks.
 
-use std::collections::HashMap;
-
-use integration_tests::relative_error;
 use zero_alloc::device::{DType, DeviceSlice};
 use zero_kernels::cuda::Loader;
 use zero_models::cuda::OpKernels;
 use zero_models::cuda::dropout::{self, Dropout};
-use zero_models::cuda::embedding::{self, TokenLists, sort_tokens};
 use zero_models::cuda::{SumOut, column_sums};
 use zero_models::gpt2::config::GptConfig;
-use zero_models::ops::Span;
 use zero_models::ops::dropout::Draws;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_trainer::{Batch, BatchRows};
 
-use crate::cuda_attention::documents;
-use crate::cuda_llama::{
-    BATCH, OnGpu, SEQ, batch, by_name, families, is_planned, options, weights,
-};
+use crate::cuda_llama::{BATCH, batch, families, options, weights};
+use crate::cuda_model::is_planned;
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
-use crate::tiny::on_host;
+use crate::on_gpu::{OnGpu, agree, agree_in_all, on_host};
 
 /// The operation of the tests.
 pub(crate) const SITE: u32 = 11;
@@ -44,7 +37,7 @@ pub(crate) fn keys(gpu: &Gpu, draws: &Draws) -> DeviceSlice<u32> {
 }
 
 /// The host's factors `[batch, seq, n]`.
-fn factors([batch, seq, n]: [usize; 3], probability: f32) -> Vec<f32> {
+pub(crate) fn factors([batch, seq, n]: [usize; 3], probability: f32) -> Vec<f32> {
     let draws = draws(batch);
     let dropout = draws.dropout(probability, SITE).unwrap();
     let mut all = vec![f32::NAN; batch * seq * n];
@@ -133,82 +126,6 @@ fn masks_are_the_hosts() {
     }
 }
 
-/// Embeddings of rows with documents and dropout, of each alone, and of neither.
-#[test]
-#[ignore = "needs a CUDA device"]
-fn embeddings_with_documents_and_dropout() {
-    let gpu = Gpu::open();
-    let vocab = 11;
-    for dtype in FLOATS {
-        let ops = gpu.kernels(dtype);
-        for (packed, drops) in [(false, true), (true, false), (true, true)] {
-            for [batch, seq, n] in [[3, 40, 16], [2, 23, 5]] {
-                let rows = batch * seq;
-                let what = format!("{dtype} {batch} x {seq} x {n}, {packed}, {drops}");
-                let tokens: Vec<u32> = (0..rows).map(|i| (i * i % vocab) as u32).collect();
-                let starts = documents(batch, seq, 9);
-                let start = |row: usize| if packed { starts[row] as usize } else { 0 };
-                let factors = match drops {
-                    true => factors([batch, seq, n], 0.4),
-                    false => vec![1.0; rows * n],
-                };
-                let keys = keys(&gpu, &draws(batch));
-                let of = embedding::BatchLayout {
-                    batch,
-                    span: Span::whole(seq),
-                    documents: packed.then(|| gpu.words(&starts)),
-                    dropout: Dropout::new(keys, 0.4, SITE).filter(|_| drops),
-                };
-
-                let wte = values(vocab * n, 1);
-                let wpe = values(seq * n, 2);
-                let dx = values(rows * n, 3);
-                let e = rounded(&wte, dtype);
-                let p = rounded(&wpe, dtype);
-                let d = rounded(&dx, dtype);
-                let mut want = Vec::new();
-                let mut want_wte = vec![0.5; vocab * n];
-                let mut want_wpe = vec![0.25; seq * n];
-                for (i, factor) in factors.iter().enumerate() {
-                    let row = i / n;
-                    let factor = f64::from(*factor);
-                    let at_e = tokens[row] as usize * n + i % n;
-                    let at_p = (row % seq - start(row)) * n + i % n;
-                    want.push((e[at_e] + p[at_p]) * factor);
-                    want_wte[at_e] += d[i] * factor;
-                    want_wpe[at_p] += d[i] * factor;
-                }
-
-                let mut order = vec![0; rows];
-                let mut firsts = vec![u32::MAX; rows];
-                let segments = sort_tokens(&tokens, &mut order, &mut firsts);
-                let lists = TokenLists {
-                    tokens: gpu.words(&tokens),
-                    order: gpu.words(&order),
-                    starts: gpu.words(&firsts),
-                    segments: gpu.words(&[segments]),
-                };
-                let stream = &gpu.stream;
-                let x = gpu.fresh(rows * n, dtype);
-                let wte = gpu.put(&wte, dtype);
-                let wpe = Some(gpu.put(&wpe, dtype));
-                embedding::forward(&ops, stream, x, lists.tokens, wte, wpe, of).unwrap();
-                close(&gpu.get(x), &want, tolerance(dtype), &what);
-
-                let dx = gpu.put(&dx, dtype);
-                let dwte = gpu.floats(&vec![0.5; vocab * n]);
-                let dwpe = gpu.floats(&vec![0.25; seq * n]);
-                embedding::backward_tokens(&ops, stream, dwte, &lists, dx, None, of).unwrap();
-                embedding::backward_positions(&ops, stream, dwpe, dx, of).unwrap();
-                let got = gpu.get(dwte.erase());
-                close(&got, &want_wte, 2e-6, &format!("{what}: dwte"));
-                let got = gpu.get(dwpe.erase());
-                close(&got, &want_wpe, 2e-6, &format!("{what}: dwpe"));
-            }
-        }
-    }
-}
-
 /// Without a probability there is no dropout; rows behind the batch's are an error.
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -259,26 +176,17 @@ fn models_with_dropout_are_the_hosts() {
     for plain in [gpt2(18, 71), gpt2(32, 128), llama] {
         let config = plain.clone().with_dropout(0.2);
         let weights = weights(&config);
-        let options = options(DType::F32, BATCH, SEQ);
-        let mut model = OnGpu::new(&gpu, &config, options.clone(), &weights);
+        let options = options(DType::F32);
+        let mut model = OnGpu::new(&gpu, &config, &options, &weights);
         for packed in [false, true] {
             let batches = drawing(&config, packed);
-            let (want_loss, want) = on_host(&config, options.clone(), weights.clone(), &batches);
-            let (loss, got) = model.step(&batches);
-            let error = (loss - want_loss).abs() / want_loss;
-            assert!(error < 2e-6, "{config:?}: loss {loss} for {want_loss}");
-            let want: HashMap<_, _> = by_name(&config, &want).into_iter().collect();
-            for (name, got) in by_name(&config, &got) {
-                let error = relative_error(&got, &want[&name]);
-                assert!(
-                    error < 2e-5,
-                    "{config:?}, packed {packed}: gradient of {name} differs by {error:e}"
-                );
-            }
+            let want = on_host(&config, &options, &weights, &batches);
+            let what = format!("packed {packed}");
+            agree(&config, &what, &model.step(&batches), &want, [2e-6, 2e-5]);
         }
 
         let evaluated = [batch(&config, true)];
-        let mut without = OnGpu::new(&gpu, &plain, options, &weights);
+        let mut without = OnGpu::new(&gpu, &plain, &options, &weights);
         let same = model.step(&evaluated) == without.step(&evaluated);
         assert!(same, "{config:?}: an evaluation drops elements");
     }
@@ -294,22 +202,17 @@ fn dropout_in_16_bits() {
         let config = config.with_dropout(0.2);
         let weights = weights(&config);
         let batches = drawing(&config, true);
-        let round = |w: &Vec<f32>| w.iter().map(|v| half::bf16::from_f32(*v)).collect();
-        let rounded: Vec<Vec<half::bf16>> = weights.iter().map(round).collect();
-        let kept = options(DType::Bf16, BATCH, SEQ);
+        let kept = options(DType::Bf16);
         is_planned(&gpu, &config, &kept);
-        let (want_loss, want) = on_host(&config, kept.clone(), rounded, &batches);
-        let (loss, got) = OnGpu::new(&gpu, &config, kept.clone(), &weights).step(&batches);
-        let error = (loss - want_loss).abs() / want_loss;
-        assert!(error < 1e-3, "{config:?}: loss {loss} for {want_loss}");
-        let error = relative_error(&got.concat(), &want.concat());
-        assert!(error < 2e-2, "{config:?}: gradients differ by {error:e}");
+        let want = on_host(&config, &kept, &weights, &batches);
+        let got = OnGpu::new(&gpu, &config, &kept, &weights).step(&batches);
+        agree_in_all(&format!("{config:?}"), &got, &want, [1e-3, 2e-2]);
 
         let checkpointed = ModelOptions {
             activation_checkpointing: true,
             ..kept
         };
-        let again = OnGpu::new(&gpu, &config, checkpointed, &weights).step(&batches);
-        assert!(again == (loss, got), "{config:?}: other bits");
+        let again = OnGpu::new(&gpu, &config, &checkpointed, &weights).step(&batches);
+        assert!(again == got, "{config:?}: other bits");
     }
 }

@@ -10,8 +10,31 @@ use zero_models::ops::norm::NormKind;
 
 use zero_trainer::ModelError;
 
+use crate::cuda_model::{options, tiny};
 use crate::gpu::{Gpu, LIMIT};
-use crate::tiny::{OnGpu, batch, config, options, weights};
+use crate::steps::{batches_of, config_of};
+use integration_tests::GPT2;
+
+fn is_length(result: Result<(), OpError>, expected: usize, got: usize) {
+    let error = result.unwrap_err();
+    let OpError::Length {
+        expected: e,
+        got: g,
+        ..
+    } = error
+    else {
+        panic!("{error}");
+    };
+    assert_eq!((e, g), (expected, got), "{error}");
+}
+
+fn is_size<T>(result: Result<T, OpError>, size: usize) {
+    let error = result.err().unwrap();
+    assert!(
+        matches!(error, OpError::Size { got, .. } if got == size),
+        "{error}"
+    );
+}
 
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -21,18 +44,7 @@ fn lengths_types_and_sizes_that_do_not_fit() {
     let bf16 = |n| gpu.fresh(n, DType::Bf16);
     let stream = &gpu.stream;
 
-    let error = gelu::forward(&ops, stream, bf16(8), bf16(9)).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            OpError::Length {
-                expected: 9,
-                got: 8,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    is_length(gelu::forward(&ops, stream, bf16(8), bf16(9)), 9, 8);
 
     let error = gelu::forward(&ops, stream, bf16(8), gpu.fresh(8, DType::F32)).unwrap_err();
     assert!(
@@ -58,44 +70,15 @@ fn lengths_types_and_sizes_that_do_not_fit() {
         norm::forward(&ops, stream, params, y, gpu.zeros(stats), bf16(2 * n))
     };
 
-    assert!(matches!(
-        layer_norm(16, 3).unwrap_err(),
-        OpError::Length {
-            expected: 4,
-            got: 3,
-            ..
-        }
-    ));
-
-    assert!(
-        matches!(
-            layer_norm(1025, 4).unwrap_err(),
-            OpError::Size { got: 1025, .. }
-        ),
-        "odd and wide"
-    );
-    assert!(
-        matches!(
-            layer_norm(4104, 4).unwrap_err(),
-            OpError::Size { got: 4104, .. }
-        ),
-        "wide"
-    );
+    is_length(layer_norm(16, 3), 4, 3);
+    // Odd and wide, and wide.
+    is_size(layer_norm(1025, 4), 1025);
+    is_size(layer_norm(4104, 4), 4104);
     layer_norm(4096, 4).unwrap();
 
-    let error = column_sums::sum_rows(&ops, stream, gpu.zeros(8).into(), bf16(16), gpu.zeros(7))
-        .unwrap_err();
-    assert!(
-        matches!(
-            error,
-            OpError::Length {
-                expected: 8,
-                got: 7,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    let sums = gpu.zeros(8).into();
+    let summed = column_sums::sum_rows(&ops, stream, sums, bf16(16), gpu.zeros(7));
+    is_length(summed, 8, 7);
 
     let targets = gpu.words(&[1, 2]);
     let scale = Scale {
@@ -103,26 +86,12 @@ fn lengths_types_and_sizes_that_do_not_fit() {
         divisor: gpu.double(2.0),
     };
 
-    let error =
-        cross_entropy::forward_backward(&ops, stream, bf16(64), gpu.zeros(2), targets, 50, scale)
-            .unwrap_err();
-    assert!(
-        matches!(
-            error,
-            OpError::Length {
-                expected: 128,
-                got: 64,
-                ..
-            }
-        ),
-        "{error}"
-    );
-
-    let off = bf16(129).slice(1..129);
-    assert!(
-        cross_entropy::forward_backward(&ops, stream, off, gpu.zeros(2), targets, 50, scale)
-            .is_err()
-    );
+    let loss = |logits| {
+        let losses = gpu.zeros(2);
+        cross_entropy::forward(&ops, stream, logits, losses, targets, 50, Some(scale))
+    };
+    is_length(loss(bf16(64)), 128, 64);
+    assert!(loss(bf16(129).slice(1..129)).is_err());
 
     let shape = Shape {
         batch: 1,
@@ -133,33 +102,11 @@ fn lengths_types_and_sizes_that_do_not_fit() {
         window: 4,
     };
 
-    assert!(matches!(
-        Attention::new(&ops, shape).unwrap_err(),
-        OpError::Size { got: 257, .. }
-    ));
+    is_size(Attention::new(&ops, shape), 257);
     let attention = Attention::new(&ops, Shape { d: 64, ..shape }).unwrap();
-    let error = attention
-        .forward(
-            &ops,
-            stream,
-            bf16(256),
-            gpu.zeros(4),
-            bf16(767),
-            Masks::default(),
-        )
-        .unwrap_err();
-
-    assert!(
-        matches!(
-            error,
-            OpError::Length {
-                expected: 768,
-                got: 767,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    let (out, lse, qkv) = (bf16(256), gpu.zeros(4), bf16(767));
+    let attended = attention.forward(&ops, stream, out, lse, qkv, Masks::default());
+    is_length(attended, 768, 767);
 
     stream.synchronize(LIMIT).unwrap();
 }
@@ -220,7 +167,8 @@ fn matrices_that_do_not_fit() {
 #[ignore = "needs a CUDA device"]
 fn models_refuse_other_streams_and_tokens() {
     let gpu = Gpu::open();
-    let mut on_gpu = OnGpu::new(&gpu, options(DType::F32, false), 64, &weights());
+    let mut on_gpu = tiny(&gpu, &options(DType::F32));
+    let batch = &batches_of(GPT2, 0)[0];
     let other = gpu.device.create_stream("other").unwrap();
     let embedding = on_gpu.params[0];
     let model = &mut on_gpu.model;
@@ -228,17 +176,17 @@ fn models_refuse_other_streams_and_tokens() {
         let error = result.unwrap_err().to_string();
         assert!(error.contains("stream other is not the one"), "{error}");
     };
-    refused(model.set_batch(&other, &batch(0)));
+    refused(model.set_batch(&other, batch));
     refused(model.forward(&other, 0, &[embedding]));
     refused(model.add_losses(&other, &[embedding], 1));
     refused(model.token_logits(&other, &[embedding], 0).map(drop));
 
-    let vocab = config().vocab_size as u32;
-    let mut outside = batch(0);
+    let vocab = config_of(GPT2).vocab_size() as u32;
+    let mut outside = batch.clone();
     outside.inputs[3] = vocab;
     let error = model.set_batch(&gpu.stream, &outside).unwrap_err();
     let expected = format!("input 3 of the batch is token {vocab}");
     assert!(error.to_string().contains(&expected), "{error}");
-    model.set_batch(&gpu.stream, &batch(0)).unwrap();
+    model.set_batch(&gpu.stream, batch).unwrap();
     gpu.stream.synchronize(LIMIT).unwrap();
 }

@@ -20,6 +20,17 @@ fn run(gpu: &Gpu, matmul: &Matmul, product: Product) {
     matmul.run(&gpu.stream, &product).unwrap();
 }
 
+/// `values` on the device, in rows of `cols`.
+fn matrix(gpu: &Gpu, values: &[f32], cols: usize, dtype: DType) -> Matrix {
+    Matrix::new(gpu.put(values, dtype), cols)
+}
+
+/// Rows with a bias.
+fn biased(product: &[f64], bias: &[f64]) -> Vec<f64> {
+    let bias = bias.iter().cycle();
+    product.iter().zip(bias).map(|(v, bias)| v + bias).collect()
+}
+
 fn check(gpu: &Gpu, got: AnySlice, want: &[f64], tolerance: f64, what: &str) {
     close(&gpu.get(got), want, tolerance, what);
 }
@@ -38,13 +49,10 @@ fn try_added(gpu: &Gpu, matmul: &Matmul) -> Result<Vec<u32>, OpError> {
     let m = 24;
     let n = 40;
     let k = 320;
-    let left = gpu.put(&values(m * k, 1), DType::Bf16);
-    let right = gpu.put(&values(k * n, 2), DType::Bf16);
+    let left = matrix(gpu, &values(m * k, 1), k, DType::Bf16);
+    let right = matrix(gpu, &values(k * n, 2), n, DType::Bf16);
     let sum = gpu.floats(&vec![1.0; m * n]).erase();
-    let left = Matrix::new(left, k);
-    let right = Matrix::new(right, n);
-    let out = Matrix::new(sum, n);
-    let product = Product::new(left, right, out).onto_out();
+    let product = Product::new(left, right, Matrix::new(sum, n)).onto_out();
     matmul.run(&gpu.stream, &product)?;
     Ok(gpu.get(sum).into_iter().map(f32::to_bits).collect())
 }
@@ -162,12 +170,7 @@ fn nothing_is_measured_in_a_recording() {
     let gpu = Gpu::open();
     let folder = tempfile::tempdir().unwrap();
     let matmul = timed(&gpu, folder.path(), 1);
-    let y = gpu.fresh(64, DType::Bf16);
-    let matrix = |seed| Matrix::new(gpu.put(&values(64, seed), DType::Bf16), 8);
-    let left = matrix(1);
-    let right = matrix(2);
-    let out = Matrix::new(y, 8);
-
+    let [left, right, out] = [1, 2, 3].map(|seed| matrix(&gpu, &values(64, seed), 8, DType::Bf16));
     let product = Product::new(left, right, out);
 
     let mut ran = Ok(());
@@ -192,16 +195,11 @@ fn fused_or_apart_is_measured_and_kept() {
     let m = 56;
     let n = 40;
     let k = 24;
-    let x = gpu.put(&values(m * k, 1), DType::Bf16);
-    let dy = gpu.put(&values(m * n, 2), DType::Bf16);
+    let left = matrix(&gpu, &values(m * k, 1), k, DType::Bf16).t();
+    let right = matrix(&gpu, &values(m * n, 2), n, DType::Bf16);
     let dw = gpu.fresh(k * n, DType::Bf16);
     let db = gpu.fresh(n, DType::Bf16);
-    let left = Matrix::new(x, k).t();
-    let right = Matrix::new(dy, n);
-    let out = Matrix::new(dw, n);
-
-    let fused = Product::new(left, right, out).with(Epilogue::BiasGradient(db));
-
+    let fused = Product::new(left, right, Matrix::new(dw, n)).with(Epilogue::BiasGradient(db));
     let plain = fused.with(Epilogue::None);
 
     let mut runs = 0;
@@ -241,47 +239,28 @@ fn products_of_all_transpositions() {
         let b64 = rounded(&b, dtype);
         for (ta, tb) in [(false, false), (true, false), (false, true), (true, true)] {
             // A transposed factor is stored as [k, m] or [n, k].
-            let left = if ta {
-                fp64::transpose(&a64, m)
-            } else {
-                a64.clone()
+            let factor = |values: &[f32], exact: &[f64], cols, rows, transposed| {
+                if transposed {
+                    let exact = fp64::transpose(exact, rows);
+                    (matrix(&gpu, values, rows, dtype).t(), exact)
+                } else {
+                    (matrix(&gpu, values, cols, dtype), exact.to_vec())
+                }
             };
-            let right = if tb {
-                fp64::transpose(&b64, k)
-            } else {
-                b64.clone()
-            };
-            let want = fp64::matmul(&left, &right, k, n);
-            let left = gpu.put(&a, dtype);
-            let right = gpu.put(&b, dtype);
-            let left = if ta {
-                Matrix::new(left, m).t()
-            } else {
-                Matrix::new(left, k)
-            };
-            let right = if tb {
-                Matrix::new(right, k).t()
-            } else {
-                Matrix::new(right, n)
-            };
+            let (left, left64) = factor(&a, &a64, k, m, ta);
+            let (right, right64) = factor(&b, &b64, n, k, tb);
+            let want = fp64::matmul(&left64, &right64, k, n);
+            let what = format!("{dtype} {ta} {tb}");
             let y = gpu.fresh(m * n, dtype);
-            let out = Matrix::new(y, n);
-            run(&gpu, &matmul, Product::new(left, right, out));
-            check(
-                &gpu,
-                y,
-                &want,
-                tolerance(dtype),
-                &format!("{dtype} {ta} {tb}"),
-            );
+            run(&gpu, &matmul, Product::new(left, right, Matrix::new(y, n)));
+            check(&gpu, y, &want, tolerance(dtype), &what);
 
             // Added to existing fp32 values: the gradient of a weight.
             let sum = gpu.floats(&vec![3.0; m * n]).erase();
-            let out = Matrix::new(sum, n);
-            let product = Product::new(left, right, out).onto_out();
+            let product = Product::new(left, right, Matrix::new(sum, n)).onto_out();
             run(&gpu, &matmul, product);
             let want: Vec<f64> = want.iter().map(|v| v + 3.0).collect();
-            check(&gpu, sum, &want, 2e-6, &format!("{dtype} {ta} {tb}, added"));
+            check(&gpu, sum, &want, 2e-6, &format!("{what}, added"));
         }
     }
 }
@@ -303,23 +282,17 @@ fn rows_further_apart_than_they_are_long() {
         k,
         n,
     );
-    let left = gpu.put(&a, DType::Bf16);
-    let right = gpu.put(&b, DType::Bf16);
     let y = gpu.put(&vec![9.0; m * stride], DType::Bf16);
-    let left = Matrix::new(left, k);
-    let right = Matrix::new(right, k).t();
+    let left = matrix(&gpu, &a, k, DType::Bf16);
+    let right = matrix(&gpu, &b, k, DType::Bf16).t();
     let out = Matrix::with_stride(y, n, stride);
 
     run(&gpu, &matmul, Product::new(left, right, out));
 
     let got = gpu.get(y);
     let real: Vec<f32> = got.chunks(stride).flat_map(|r| r[..n].to_vec()).collect();
-    close(
-        &real,
-        &want,
-        tolerance(DType::Bf16),
-        "the columns that count",
-    );
+    let limit = tolerance(DType::Bf16);
+    close(&real, &want, limit, "the columns that count");
     assert!(
         got.chunks(stride).all(|r| r[n..].iter().all(|v| *v == 9.0)),
         "elements between rows are unchanged"
@@ -342,41 +315,29 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
         let x = values(m * n, 4);
         let [a64, b64, bias64, x64] = [&a, &b, &bias, &x].map(|v| rounded(v, dtype));
         let product = fp64::matmul(&a64, &b64, k, n);
-        let biased: Vec<f64> = product
-            .iter()
-            .enumerate()
-            .map(|(i, v)| v + bias64[i % n])
-            .collect();
-        let left = Matrix::new(gpu.put(&a, dtype), k);
-        let right = Matrix::new(gpu.put(&b, dtype), n);
+        let with_bias = biased(&product, &bias64);
+        let check = |got, want: &[f64], what: &str| {
+            check(
+                &gpu,
+                got,
+                want,
+                tolerance(dtype),
+                &format!("{dtype}: {what}"),
+            );
+        };
+        let left = matrix(&gpu, &a, k, dtype);
+        let right = matrix(&gpu, &b, n, dtype);
         let bias = gpu.put(&bias, dtype);
-        let x = gpu.put(&x, dtype);
         let y = gpu.fresh(m * n, dtype);
         let plain = Product::new(left, right, Matrix::new(y, n)).with(Epilogue::Bias(bias));
         run(&gpu, &matmul, plain);
-        check(
-            &gpu,
-            y,
-            &biased,
-            tolerance(dtype),
-            &format!("{dtype}: bias"),
-        );
-        run(
-            &gpu,
-            &matmul,
-            Product {
-                add: Some(Matrix::new(x, n)),
-                ..plain
-            },
-        );
-        let want: Vec<f64> = biased.iter().zip(&x64).map(|(y, x)| y + x).collect();
-        check(
-            &gpu,
-            y,
-            &want,
-            tolerance(dtype),
-            &format!("{dtype}: bias and residual"),
-        );
+        check(y, &with_bias, "bias");
+        let residual = Product {
+            add: Some(matrix(&gpu, &x, n, dtype)),
+            ..plain
+        };
+        run(&gpu, &matmul, residual);
+        check(y, &biased(&with_bias, &x64), "bias and residual");
 
         if dtype == DType::F32 {
             // The model does not use it, since the accuracy of the library's GELU is not specified.
@@ -393,29 +354,13 @@ fn biases_residuals_and_gelu_in_the_same_pass() {
             continue;
         }
         run(&gpu, &matmul, forward);
-        check(
-            &gpu,
-            input,
-            &biased,
-            tolerance(dtype),
-            &format!("{dtype}: GELU's input"),
-        );
-        let want: Vec<f64> = biased.iter().map(|v| fp64::gelu(*v)[0]).collect();
-        check(&gpu, y, &want, tolerance(dtype), &format!("{dtype}: GELU"));
-        let seen: Vec<f64> = gpu.get(input).iter().map(|v| f64::from(*v)).collect();
-        let want: Vec<f64> = product
-            .iter()
-            .zip(&seen)
-            .map(|(p, v)| p * fp64::gelu(*v)[1])
-            .collect();
+        check(input, &with_bias, "GELU's input");
+        let want: Vec<f64> = with_bias.iter().map(|v| fp64::gelu(*v)[0]).collect();
+        check(y, &want, "GELU");
+        let slopes = gpu.get(input).into_iter().map(|v| fp64::gelu(v.into())[1]);
+        let want: Vec<f64> = product.iter().zip(slopes).map(|(p, s)| p * s).collect();
         run(&gpu, &matmul, plain.with(Epilogue::GeluBackward { input }));
-        check(
-            &gpu,
-            y,
-            &want,
-            tolerance(dtype),
-            &format!("{dtype}: GELU backward"),
-        );
+        check(y, &want, "GELU backward");
     }
 }
 
@@ -443,8 +388,8 @@ fn bias_gradient_beside_a_weight_gradient() {
             .collect();
         let dw = gpu.fresh(k * n, out);
         let db = gpu.fresh(n, out);
-        let left = Matrix::new(gpu.put(&x, dtype), k).t();
-        let right = Matrix::new(gpu.put(&dy, dtype), n);
+        let left = matrix(&gpu, &x, k, dtype).t();
+        let right = matrix(&gpu, &dy, n, dtype);
         let gradient = Matrix::new(dw, n);
         let product = Product::new(left, right, gradient).with(Epilogue::BiasGradient(db));
         if !matmul.supports(&product).unwrap() {
@@ -453,13 +398,8 @@ fn bias_gradient_beside_a_weight_gradient() {
         }
         run(&gpu, &matmul, product);
         let name = format!("{dtype} to {out}");
-        check(
-            &gpu,
-            dw,
-            &fp64::matmul(&fp64::transpose(&x64, k), &dy64, m, n),
-            tolerance(out),
-            &name,
-        );
+        let want = fp64::matmul(&fp64::transpose(&x64, k), &dy64, m, n);
+        check(&gpu, dw, &want, tolerance(out), &name);
         check(&gpu, db, &sums, tolerance(out), &name);
     }
 }
@@ -476,20 +416,17 @@ fn sums_are_fp32_until_they_are_stored() {
 
     for (dtype, large) in [(DType::Bf16, 256.0), (DType::F16, 2048.0)] {
         // large + 1 has one bit more than the 16-bit type holds; the last term subtracts `large`.
-        let term = |i: usize| {
-            [large, 1.0]
-                .get(i)
-                .copied()
-                .unwrap_or(if i == k - 1 { -large } else { 0.0 })
+        let term = |i: usize| match i {
+            0 => large,
+            1 => 1.0,
+            _ if i == k - 1 => -large,
+            _ => 0.0,
         };
         let b: Vec<f32> = (0..k * n).map(|i| term(i / n)).collect();
-        let left = gpu.put(&vec![1.0; m * k], dtype);
-        let right = gpu.put(&b, dtype);
-        let left = Matrix::new(left, k);
-        let right = Matrix::new(right, n);
+        let left = matrix(&gpu, &vec![1.0; m * k], k, dtype);
+        let right = matrix(&gpu, &b, n, dtype);
         let y = gpu.fresh(m * n, dtype);
-        let out = Matrix::new(y, n);
-        run(&gpu, &matmul, Product::new(left, right, out));
+        run(&gpu, &matmul, Product::new(left, right, Matrix::new(y, n)));
         let wrong = gpu.get(y).into_iter().find(|sum| *sum != 1.0);
         assert_eq!(wrong, None, "{dtype}");
     }
@@ -525,18 +462,9 @@ fn product_runs_on_any_thread_at_any_alignment() {
                 .join()
                 .unwrap();
         });
-        let want: Vec<f64> = product
-            .iter()
-            .enumerate()
-            .map(|(i, v)| v + bias64[start + i % n])
-            .collect();
-        check(
-            &gpu,
-            y,
-            &want,
-            tolerance(DType::Bf16),
-            &format!("bias from {start} on"),
-        );
+        let want = biased(&product, &bias64[start..start + n]);
+        let what = format!("bias from {start} on");
+        check(&gpu, y, &want, tolerance(DType::Bf16), &what);
     }
 }
 
@@ -550,7 +478,7 @@ fn bits_are_the_same_at_all_places_that_units_have() {
     let m = 24;
     let n = 40;
     let k = 56;
-    let right = Matrix::new(gpu.put(&values(k * n, 2), DType::Bf16), n);
+    let right = matrix(&gpu, &values(k * n, 2), n, DType::Bf16);
 
     let at = |start: usize| {
         let a = [vec![0.0; start], values(m * k, 1)].concat();

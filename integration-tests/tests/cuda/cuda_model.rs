@@ -1,109 +1,94 @@
-//! GPT-2 on the device against PyTorch (logits, gradients, losses) and the host, and the same bits
+//! Models on the device against PyTorch (logits, gradients, losses) and the host, and the same bits
 //! with checkpointing, repetition and recording.
 
-use std::collections::HashMap;
-
-use half::bf16;
 use serde_json::Value;
 use zero_alloc::Purpose;
-use zero_alloc::device::{DType, Device, DeviceError};
+use zero_alloc::device::{DType, DeviceError};
 use zero_kernels::adam::AdamSlices;
 use zero_kernels::{AdamHyper, AdamScalars, reference};
-use zero_models::gpt2;
 use zero_models::gpt2::config::GptConfig;
 use zero_models::{ModelConfig, ModelOptions};
-use zero_trainer::ModelError;
-use zero_trainer::{Batch, Grad};
+use zero_trainer::{Batch, Grad, ModelError, ModelRanks};
 
-use crate::gpu::{Gpu, LIMIT, values};
-use crate::tiny::{ACCUM, BATCH, OnGpu, SEQ, batch, by_name, config, on_host, options, weights};
-use integration_tests::data;
-use integration_tests::{relative_error, tensors};
+use crate::gpu::{Gpu, values};
+use crate::on_gpu::{OnGpu, agree, agree_in_all, on_host};
+use crate::steps::{are_pytorchs, batches_of, config_of, options_of, weights_of};
+use integration_tests::{GPT2, LLAMA, Oracle, QWEN2, relative_error};
 
-/// All logits at once.
-const WHOLE: usize = usize::MAX;
-
-#[test]
-#[ignore = "needs a CUDA device"]
-fn logits_and_gradients_in_fp32_are_pytorchs() {
-    let gpu = Gpu::open();
-    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &weights());
-    tiny.step(0);
-    let got = by_name(&tiny.gradients());
-    let batch = batch(0);
-    tiny.model.set_batch(&gpu.stream, &batch).unwrap();
-    tiny.forward().unwrap();
-    let error = relative_error(
-        &tiny.logits(),
-        &tensors("logits_first_micro_batch.safetensors")[0].1,
-    );
-    assert!(error < 1e-5, "logits differ by {error:e}");
-    let want: HashMap<_, _> = tensors("grads_first_step.safetensors")
-        .into_iter()
-        .collect();
-    assert_eq!(want.len(), got.len());
-
-    for (name, got) in got {
-        let error = relative_error(&got, &want[&name]);
-        assert!(error < 1e-5, "gradient of {name} differs by {error:e}");
+fn config() -> GptConfig {
+    match config_of(GPT2) {
+        ModelConfig::Gpt2(config) => config,
+        other => panic!("{other:?}"),
     }
 }
 
-#[test]
-#[ignore = "needs a CUDA device"]
-fn losses_in_fp32_are_pytorchs() {
-    let expected: Value =
-        serde_json::from_str(&std::fs::read_to_string(data("expected.json")).unwrap()).unwrap();
+pub(crate) fn options(dtype: DType) -> ModelOptions {
+    options_of(GPT2, dtype)
+}
+
+/// GPT-2 with PyTorch's weights.
+pub(crate) fn tiny<'a>(gpu: &'a Gpu, options: &ModelOptions) -> OnGpu<'a> {
+    OnGpu::new(gpu, &config_of(GPT2), options, &weights_of(GPT2))
+}
+
+fn checkpointed(dtype: DType) -> ModelOptions {
+    ModelOptions {
+        activation_checkpointing: true,
+        ..options(dtype)
+    }
+}
+
+/// Compares the first steps in fp32: losses and norms, and the gradients and logits of the first within
+/// `limit`.
+fn is_pytorchs(oracle: Oracle, steps: usize, limit: f64) {
     let gpu = Gpu::open();
+    let config = config_of(oracle);
+    let expected = std::fs::read_to_string(oracle.data("expected.json")).unwrap();
+    let expected: Value = serde_json::from_str(&expected).unwrap();
+    let setting = |key: &str| expected["config"][key].as_f64().unwrap();
     let hyper = AdamHyper {
-        beta1: 0.9,
-        beta2: 0.999,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        decoupled: true,
-        bias_correction: true,
+        weight_decay: setting("wd"),
+        ..AdamHyper::default()
     };
 
-    let mut masters = weights();
+    let mut masters = weights_of(oracle);
     let mut moments: Vec<[Vec<f32>; 2]> = masters
         .iter()
         .map(|w| [vec![0.0; w.len()], vec![0.0; w.len()]])
         .collect();
-    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &masters);
+    let options = options_of(oracle, DType::F32);
+    let mut model = OnGpu::new(&gpu, &config, &options, &masters);
 
-    // The stand-in computes two seconds a step.
-    let steps = match std::env::var_os("ZERO_STANDIN_RACES") {
-        Some(_) => 10,
-        None => usize::MAX,
-    };
+    let first = batches_of(oracle, 0);
+    model.set_batch(&first[0]).unwrap();
+    model.forward().unwrap();
+    let logits = model.logits(&gpu, &config, oracle.batch * oracle.seq);
+    let want = oracle.tensors("logits_first_micro_batch.safetensors");
+    let error = relative_error(&logits, &want[0].1);
+    assert!(error < limit, "logits differ by {error:e}");
+
     let wanted = expected["steps"].as_array().unwrap();
     for (step, want) in wanted.iter().take(steps).enumerate() {
-        tiny.step(step);
-        let want_loss = want["loss"].as_f64().unwrap();
-        let want_norm = want["grad_norm"].as_f64().unwrap();
-        let loss = tiny.loss();
-        let grads = tiny.gradients();
-        let norm = grads
-            .iter()
-            .flatten()
-            .map(|g| f64::from(*g).powi(2))
-            .sum::<f64>()
-            .sqrt();
-        let loss_error = (loss - want_loss).abs() / want_loss;
-        let norm_error = (norm - want_norm).abs() / want_norm;
+        let (loss, grads) = model.step(&batches_of(oracle, step));
+        if step == 0 {
+            are_pytorchs(oracle, &grads, limit);
+        }
+        let squares = grads.iter().flatten().map(|g| f64::from(*g).powi(2));
+        let norm = squares.sum::<f64>().sqrt();
         // The stand-in, whose exponentials are exact, stays within a tenth of these limits.
-        assert!(
-            loss_error < 1e-5,
-            "step {}: loss differs by {loss_error:e}",
-            step + 1
-        );
-        assert!(
-            norm_error < 1e-4,
-            "step {}: norm differs by {norm_error:e}",
-            step + 1
-        );
-        let clip = if norm > 1.0 { 1.0 / (norm + 1e-6) } else { 1.0 };
-        let scalars = AdamScalars::new(step as u64 + 1, 1e-3, &hyper, clip);
+        for (key, got, limit) in [("loss", loss, 1e-5), ("grad_norm", norm, 1e-4)] {
+            let want = want[key].as_f64().unwrap();
+            let error = (got - want).abs() / want;
+            assert!(error < limit, "step {step}: {key} differs by {error:e}");
+        }
+
+        let most = setting("clip");
+        let clip = if most > 0.0 && norm > most {
+            most / (norm + 1e-6)
+        } else {
+            1.0
+        };
+        let scalars = AdamScalars::new(step as u64 + 1, setting("lr"), &hyper, clip);
         for ((unit, weights), moments) in masters.iter_mut().enumerate().zip(&mut moments) {
             let [first_moment, second_moment] = moments;
             let slices = AdamSlices {
@@ -114,103 +99,47 @@ fn losses_in_fp32_are_pytorchs() {
                 param_out: None::<&mut [f32]>,
             };
             reference::adam(slices, &scalars, &hyper).unwrap();
-            gpu.device
-                .upload(
-                    &gpu.stream,
-                    bytemuck::cast_slice(weights),
-                    tiny.params[unit],
-                    LIMIT,
-                )
-                .unwrap();
+            gpu.set(model.params[unit], weights);
         }
     }
 }
 
-/// Loss and gradients of the first step on the host, from the same bf16 parameters.
-fn on_host_in_bf16(weights: &[Vec<f32>]) -> (f64, Vec<Vec<f32>>) {
-    let rounded = |w: &Vec<f32>| w.iter().map(|v| bf16::from_f32(*v)).collect();
-    let params: Vec<Vec<bf16>> = weights.iter().map(rounded).collect();
-    on_host(
-        &config().into(),
-        options(DType::Bf16, false),
-        params,
-        &[batch(0), batch(1)],
-    )
+#[test]
+#[ignore = "needs a CUDA device"]
+fn gpt2_is_pytorchs() {
+    // The stand-in computes two seconds a step.
+    let steps = match std::env::var_os("ZERO_STANDIN_RACES") {
+        Some(_) => 10,
+        None => usize::MAX,
+    };
+    is_pytorchs(GPT2, steps, 1e-5);
 }
 
+#[test]
+#[ignore = "needs a CUDA device"]
+fn llama_is_pytorchs() {
+    is_pytorchs(LLAMA, 4, 2e-5);
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn qwen2_is_pytorchs() {
+    is_pytorchs(QWEN2, 4, 2e-5);
+}
+
+/// The host computes in fp32 from parameters rounded to bf16. The device rounds activations and their
+/// gradients too, as PyTorch does in bf16.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn in_16_bits_it_is_as_near_to_fp32_as_rounding_allows() {
     let gpu = Gpu::open();
-    let weights = weights();
-    let (host_loss, host) = on_host_in_bf16(&weights);
+    let batches = batches_of(GPT2, 0);
+    let bf16 = options(DType::Bf16);
+    let host = on_host(&config_of(GPT2), &bf16, &weights_of(GPT2), &batches);
     for dtype in [DType::Bf16, DType::F16] {
-        let mut tiny = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights);
-        tiny.step(0);
-        let loss = tiny.loss();
-        let got = tiny.gradients();
-        // The host computes in fp32 from parameters rounded to bf16. The device rounds activations
-        // and their gradients too, as PyTorch does in bf16.
-        let loss_error = (loss - host_loss).abs() / host_loss;
-        assert!(
-            loss_error < 1e-4,
-            "{dtype}: loss {loss}, on the host {host_loss}"
-        );
-        let (got, want): (Vec<f32>, Vec<f32>) = (got.concat(), host.concat());
-        let error = relative_error(&got, &want);
-        assert!(error < 1e-2, "{dtype}: gradients differ by {error:e}");
+        let got = tiny(&gpu, &options(dtype)).step(&batches);
+        agree_in_all(&format!("{dtype}"), &got, &host, [1e-4, 1e-2]);
     }
-}
-
-#[test]
-#[ignore = "needs a CUDA device"]
-fn blocks_write_their_gradients() {
-    let gpu = Gpu::open();
-    let weights = weights();
-    let batch = batch(0);
-    let mut tiny = OnGpu::new(&gpu, options(DType::Bf16, false), WHOLE, &weights);
-    tiny.model.set_batch(&gpu.stream, &batch).unwrap();
-    tiny.forward().unwrap();
-    tiny.backward().unwrap();
-    let sums = tiny.gradients();
-    let passes = gpt2::passes(&config());
-    let scale = gpu.double(1.0 / ACCUM as f64);
-
-    for (dtype, limit) in [(DType::F32, 1e-6), (DType::Bf16, 3e-3)] {
-        tiny.forward().unwrap();
-        for (i, pass) in passes.iter().enumerate().rev() {
-            let reads: Vec<_> = pass
-                .backward_reads
-                .iter()
-                .map(|&u| tiny.params[u])
-                .collect();
-            let grads: Vec<_> = pass
-                .grads
-                .iter()
-                .map(|&unit| match tiny.model.writes_grad(i, unit) {
-                    true => Grad::Write(gpu.fresh(weights[unit].len(), dtype)),
-                    false => Grad::Add(gpu.zeros(weights[unit].len())),
-                })
-                .collect();
-            tiny.model
-                .backward(&gpu.stream, i, &reads, &grads, scale)
-                .unwrap();
-            for (&unit, grad) in pass.grads.iter().zip(&grads) {
-                let Grad::Write(written) = *grad else {
-                    continue;
-                };
-                // NaN is within no limit, so every element was written.
-                let error = relative_error(&gpu.get(written), &sums[unit]);
-                assert!(error < limit, "unit {unit} in {dtype} differs by {error:e}");
-            }
-        }
-    }
-
-    let wrote = passes
-        .iter()
-        .enumerate()
-        .filter(|(i, pass)| pass.grads.iter().any(|&u| tiny.model.writes_grad(*i, u)));
-    assert_eq!(wrote.count(), config().n_layer);
 }
 
 #[test]
@@ -251,112 +180,53 @@ fn any_shape_is_the_hosts() {
     ];
 
     for config in shapes {
-        let options = ModelOptions {
-            micro_batch: 3,
-            seq_len: 33,
-            ..options(DType::F32, false)
+        let config = ModelConfig::from(config);
+        let options = ModelOptions::new(3, 33, DType::F32);
+        let numel = |unit: &zero_shard::UnitSpec| {
+            let params = unit.params.iter();
+            let elems = params.map(|p| p.shape.iter().product::<u64>());
+            elems.sum::<u64>() as usize
         };
-        let rows = 3 * 33;
-        let params: Vec<usize> = config.units().iter().map(numel).collect();
-        let params: Vec<Vec<f32>> = params
-            .into_iter()
+        let weights: Vec<Vec<f32>> = config
+            .units()
+            .iter()
             .enumerate()
-            .map(|(u, n)| values(n, u as u64))
+            .map(|(u, unit)| {
+                values(numel(unit), u as u64)
+                    .iter()
+                    .map(|v| 0.2 * v)
+                    .collect()
+            })
             .collect();
-        let params: Vec<Vec<f32>> = params
-            .into_iter()
-            .map(|p| p.iter().map(|v| 0.2 * v).collect())
-            .collect();
-        let token = |i: usize, odd: usize| (i * i * odd % config.vocab_size) as u32;
-        let ids = |salt| (0..rows).map(|i| token(i, salt)).collect::<Vec<_>>();
-        let tokens = Batch::plain(ids(7), ids(11));
-        let (want_loss, want) = on_host(
-            &config.clone().into(),
-            options.clone(),
-            params.clone(),
-            std::slice::from_ref(&tokens),
-        );
-
-        let model = ModelConfig::from(config.clone());
-        let mut model = model.on_cuda(options, &gpu.pool, &gpu.stream).unwrap();
-        let on_gpu: Vec<_> = params.iter().map(|p| gpu.put(p, DType::F32)).collect();
-        let grads: Vec<_> = params.iter().map(|p| gpu.zeros(p.len())).collect();
-        // SAFETY: used on the stream of the passes.
-        let sum = unsafe { model.loss() }.erase();
-        gpu.device.fill_zero(&gpu.stream, sum).unwrap();
-        model.set_batch(&gpu.stream, &tokens).unwrap();
-        let passes = gpt2::passes(&config);
-        let one = gpu.double(1.0);
-        for (i, pass) in passes.iter().enumerate() {
-            let reads: Vec<_> = pass.forward_reads.iter().map(|&u| on_gpu[u]).collect();
-            model.forward(&gpu.stream, i, &reads).unwrap();
-        }
-        for (i, pass) in passes.iter().enumerate().rev() {
-            let reads: Vec<_> = pass.backward_reads.iter().map(|&u| on_gpu[u]).collect();
-            let adds: Vec<_> = pass.grads.iter().map(|&u| Grad::Add(grads[u])).collect();
-            model.backward(&gpu.stream, i, &reads, &adds, one).unwrap();
-        }
-        let mut loss = [0.0f64];
-        let bytes = bytemuck::cast_slice_mut(&mut loss);
-        gpu.device.download(&gpu.stream, sum, bytes, LIMIT).unwrap();
-        assert!(
-            (loss[0] - want_loss).abs() / want_loss < 1e-6,
-            "{config:?}: loss {} for {want_loss}",
-            loss[0]
-        );
-        for ((unit, got), want) in config.units().iter().zip(&grads).zip(&want) {
-            let error = relative_error(&gpu.get(got.erase()), want);
-            assert!(
-                error < 1e-5,
-                "{config:?}: gradient of {} differs by {error:e}",
-                unit.name
-            );
-        }
+        let token = |i: usize, odd: usize| (i * i * odd % config.vocab_size()) as u32;
+        let ids = |salt| (0..3 * 33).map(|i| token(i, salt)).collect::<Vec<_>>();
+        let batches = [Batch::plain(ids(7), ids(11))];
+        let want = on_host(&config, &options, &weights, &batches);
+        let got = OnGpu::new(&gpu, &config, &options, &weights).step(&batches);
+        agree(&config, "any shape", &got, &want, [1e-6, 1e-5]);
     }
-}
-
-/// Elements of a unit.
-fn numel(unit: &zero_shard::UnitSpec) -> usize {
-    unit.params
-        .iter()
-        .map(|p| p.shape.iter().product::<u64>() as usize)
-        .sum()
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
 fn bits_do_not_depend_on_checkpointing_or_repetition() {
     let gpu = Gpu::open();
+    let batches = batches_of(GPT2, 0);
     for dtype in [DType::F32, DType::Bf16] {
-        let mut kept = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights());
-        kept.step(0);
-        let loss = kept.loss();
-        let grads = kept.gradients();
-        kept.step(0);
-        assert!(
-            kept.loss().to_bits() == loss.to_bits() && kept.gradients() == grads,
-            "{dtype}: the second time"
-        );
-        let mut again = OnGpu::new(&gpu, options(dtype, true), WHOLE, &weights());
-        again.step(0);
-        assert!(
-            again.loss().to_bits() == loss.to_bits() && again.gradients() == grads,
-            "{dtype}: checkpointed"
-        );
+        let mut kept = tiny(&gpu, &options(dtype));
+        let want = kept.step(&batches);
+        assert!(kept.step(&batches) == want, "{dtype}: the second time");
+        let got = tiny(&gpu, &checkpointed(dtype)).step(&batches);
+        assert!(got == want, "{dtype}: checkpointed");
         let offload = ModelOptions {
             offload_activations: true,
-            ..options(dtype, true)
+            ..checkpointed(dtype)
         };
-        let mut offloaded = OnGpu::new(&gpu, offload, WHOLE, &weights());
+        let mut offloaded = tiny(&gpu, &offload);
         // A forward without backward, as of an evaluation, leaves nothing behind.
-        let batch = batch(1);
-        offloaded.model.set_batch(&gpu.stream, &batch).unwrap();
+        offloaded.set_batch(&batches[1]).unwrap();
         offloaded.forward().unwrap();
-        offloaded.step(0);
-        assert!(
-            offloaded.loss().to_bits() == loss.to_bits() && offloaded.gradients() == grads,
-            "{dtype}: offloaded"
-        );
+        assert!(offloaded.step(&batches) == want, "{dtype}: offloaded");
         // The inputs are gone after the backward.
         let error = offloaded.backward().unwrap_err().to_string();
         assert!(error.contains("run forward first"), "{error}");
@@ -369,19 +239,45 @@ fn bits_do_not_depend_on_checkpointing_or_repetition() {
 #[ignore = "needs a CUDA device"]
 fn recomputed_gelu_follows_the_kept_one() {
     let gpu = Gpu::open();
+    let batches = batches_of(GPT2, 0);
     for (dtype, tolerance) in [(DType::F32, 0.0), (DType::Bf16, 5e-3)] {
-        let mut kept = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights());
-        let again = ModelOptions {
+        let recompute = ModelOptions {
             recompute_gelu: true,
-            ..options(dtype, false)
+            ..options(dtype)
         };
-        let mut again = OnGpu::new(&gpu, again, WHOLE, &weights());
-        kept.step(0);
-        again.step(0);
-        assert_eq!(again.loss().to_bits(), kept.loss().to_bits(), "{dtype}");
-        let error = relative_error(&again.gradients().concat(), &kept.gradients().concat());
+        let (want_loss, want) = tiny(&gpu, &options(dtype)).step(&batches);
+        let (loss, got) = tiny(&gpu, &recompute).step(&batches);
+        assert_eq!(loss.to_bits(), want_loss.to_bits(), "{dtype}");
+        let error = relative_error(&got.concat(), &want.concat());
         assert!(error <= tolerance, "{dtype}: gradients differ by {error:e}");
     }
+}
+
+/// Checks that a model has the memory that the plan has.
+pub(crate) fn is_planned(gpu: &Gpu, config: &ModelConfig, options: &ModelOptions) {
+    let held = || {
+        let report = gpu.pool.report();
+        [Purpose::Activations, Purpose::Workspace]
+            .map(|purpose| report.of(purpose).live_bytes as u64)
+    };
+
+    let before = held();
+    let model = config
+        .on_cuda(
+            options.clone(),
+            &gpu.pool,
+            &gpu.stream,
+            &ModelRanks::default(),
+        )
+        .unwrap();
+    let after = held();
+    drop(model);
+    let planned = config.gpu_bytes(options);
+    assert_eq!(
+        [after[0] - before[0], after[1] - before[1]],
+        [planned.activations, planned.workspace],
+        "{config:?}: {options:?}"
+    );
 }
 
 /// The bytes that `zero plan` and the default of `--recompute-gelu` count.
@@ -393,119 +289,80 @@ fn model_requests_the_computed_bytes() {
         n_layer: 5,
         ..config()
     };
+    let row = (GPT2.batch * GPT2.seq * config.n_embd * 2) as u64;
+    let config = ModelConfig::from(config);
 
-    let held = || {
-        let report = gpu.pool.report();
-        [Purpose::Activations, Purpose::Workspace]
-            .map(|purpose| report.of(purpose).live_bytes as u64)
-    };
-
-    let tiny = |dtype| [options(dtype, false), options(dtype, true)];
-    let mut all: Vec<ModelOptions> = [DType::F32, DType::Bf16]
-        .into_iter()
-        .flat_map(tiny)
-        .collect();
-    all.extend(all.clone().into_iter().map(|options| ModelOptions {
-        recompute_gelu: true,
-        ..options
-    }));
-    all.push(ModelOptions {
+    let kept = checkpointed(DType::Bf16);
+    let offloaded = ModelOptions {
         offload_activations: true,
-        ..options(DType::Bf16, true)
-    });
-    all.push(ModelOptions {
-        micro_batch: 3,
-        seq_len: 31,
-        ..options(DType::Bf16, false)
-    });
-
-    for options in all {
-        let before = held();
-        let model = ModelConfig::from(config.clone());
-        let model = model
-            .on_cuda(options.clone(), &gpu.pool, &gpu.stream)
-            .unwrap();
-        let after = held();
-        let planned = ModelConfig::from(config.clone()).gpu_bytes(&options);
-        assert_eq!(
-            [after[0] - before[0], after[1] - before[1]],
-            [planned.activations, planned.workspace],
-            "{options:?}"
-        );
-        drop(model);
+        ..kept.clone()
+    };
+    for dtype in [DType::F32, DType::Bf16] {
+        for options in [options(dtype), checkpointed(dtype)] {
+            let recompute = ModelOptions {
+                recompute_gelu: true,
+                ..options.clone()
+            };
+            is_planned(&gpu, &config, &options);
+            is_planned(&gpu, &config, &recompute);
+        }
     }
-
-    let row = (BATCH * SEQ * config.n_embd * 2) as u64;
-    let [kept, offloaded] = [false, true].map(|offload_activations| {
-        let options = ModelOptions {
-            offload_activations,
-            ..options(DType::Bf16, true)
-        };
-        ModelConfig::from(config.clone()).gpu_bytes(&options)
-    });
+    is_planned(&gpu, &config, &offloaded);
+    is_planned(&gpu, &config, &ModelOptions::new(3, 31, DType::Bf16));
 
     // Six rows, three of them on the device.
+    let [kept, offloaded] = [kept, offloaded].map(|options| config.gpu_bytes(&options));
     assert_eq!((kept.host, offloaded.host), (0, 3 * row));
     assert_eq!(kept.activations - offloaded.activations, 3 * row);
 }
 
-/// Blocks write their gradients in 16 bits: every element, and as the rounded fp32 sums.
+/// Blocks write their gradients: every element, and as the rounded fp32 sums.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn written_gradients_are_rounded_sums() {
     let gpu = Gpu::open();
-    for dtype in [DType::F32, DType::Bf16] {
-        let mut adds = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights());
-        adds.micro_batch(0);
-        let mut writes = OnGpu::new(&gpu, options(dtype, false), WHOLE, &weights());
-        writes.write_blocks(dtype);
-        writes.micro_batch(0);
-        for (unit, (sum, written)) in config()
-            .units()
-            .iter()
-            .zip(adds.gradients().iter().zip(writes.gradients()))
-        {
-            let error = relative_error(&written, sum);
-            let limit = if dtype == DType::F32 { 1e-5 } else { 4e-3 };
+    let batches = &batches_of(GPT2, 0)[..1];
+    for (dtype, to, limit) in [
+        (DType::F32, DType::F32, 1e-5),
+        (DType::Bf16, DType::F32, 1e-6),
+        (DType::Bf16, DType::Bf16, 3e-3),
+    ] {
+        let (_, sums) = tiny(&gpu, &options(dtype)).step(batches);
+        let mut writes = tiny(&gpu, &options(dtype));
+        writes.write_blocks(&gpu, to);
+        let (_, written) = writes.step(batches);
+        for (unit, (sum, written)) in sums.iter().zip(&written).enumerate() {
+            // NaN is within no limit, so every element was written.
+            let error = relative_error(written, sum);
             assert!(
                 error < limit,
-                "{dtype}: gradient of {} differs by {error:e}",
-                unit.name
+                "unit {unit} of {dtype} in {to} differs by {error:e}"
             );
         }
     }
 
     // Embedding and head only add.
-    let tiny = OnGpu::new(&gpu, options(DType::Bf16, false), WHOLE, &weights());
-    let Grad::Add(sums) = tiny.grads[0] else {
-        panic!("the embedding adds")
-    };
-    let mut model = tiny.model;
-
-    let error = model
-        .backward(
-            &gpu.stream,
-            0,
-            &[],
-            &[Grad::Write(sums.erase())],
-            gpu.double(1.0),
-        )
-        .unwrap_err();
-
-    assert!(error.to_string().contains("writes_grad"), "{error}");
+    let mut tiny = tiny(&gpu, &options(DType::Bf16));
+    let grad = Grad::Write(tiny.grads[0].elements());
+    let one = gpu.double(1.0);
+    let error = tiny.model.backward(&gpu.stream, 0, &[], &[grad], one);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("writes_grad"), "{error}");
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
 fn logits_in_parts_are_logits() {
     let gpu = Gpu::open();
-    let mut whole = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &weights());
-    // 50 of the 128 rows at a time.
-    let mut parts = OnGpu::new(&gpu, options(DType::F32, false), 50, &weights());
-    whole.step(0);
-    parts.step(0);
-    assert_eq!(parts.loss().to_bits(), whole.loss().to_bits());
-    let error = relative_error(&parts.gradients().concat(), &whole.gradients().concat());
+    let batches = batches_of(GPT2, 0);
+    let weights = weights_of(GPT2);
+    // All of the 128 rows, and 50 at a time.
+    let [whole, parts] = [usize::MAX, 50].map(|rows| {
+        let options = options(DType::F32);
+        OnGpu::with_logits(&gpu, &config_of(GPT2), &options, &weights, Some(rows)).step(&batches)
+    });
+    assert_eq!(parts.0.to_bits(), whole.0.to_bits());
+    let error = relative_error(&parts.1.concat(), &whole.1.concat());
     assert!(error < 1e-6, "gradients differ by {error:e}");
 }
 
@@ -513,16 +370,14 @@ fn logits_in_parts_are_logits() {
 #[ignore = "needs a CUDA device"]
 fn a_step_can_be_recorded_and_takes_no_memory() {
     let gpu = Gpu::open();
-    let mut tiny = OnGpu::new(&gpu, options(DType::Bf16, false), WHOLE, &weights());
-    tiny.step(0);
-    let want = (tiny.loss(), tiny.gradients());
+    let batches = batches_of(GPT2, 0);
+    let mut tiny = tiny(&gpu, &options(DType::Bf16));
+    let want = tiny.step(&batches);
     let before = gpu.pool.report();
     // The second step of a run, except for the batch, which the host writes.
-    let first = batch(0);
-    let stream = gpu.stream.clone();
-    tiny.model.set_batch(&stream, &first).unwrap();
+    tiny.set_batch(&batches[0]).unwrap();
 
-    let graph = stream.capture(|| {
+    let graph = gpu.stream.capture(|| {
         let failed = |e: ModelError| DeviceError::Driver {
             call: "capture",
             message: e.to_string(),
@@ -533,64 +388,34 @@ fn a_step_can_be_recorded_and_takes_no_memory() {
     });
 
     let graph = graph.unwrap();
-    // SAFETY: used on the stream of the passes.
-    gpu.device
-        .fill_zero(&stream, unsafe { tiny.model.loss() }.erase())
-        .unwrap();
-    tiny.grads
-        .iter()
-        .for_each(|g| gpu.device.fill_zero(&stream, g.elements()).unwrap());
-
-    for micro in 0..ACCUM {
-        let batch = batch(micro);
-        tiny.model.set_batch(&stream, &batch).unwrap();
+    tiny.clear();
+    for batch in &batches {
+        tiny.set_batch(batch).unwrap();
         // SAFETY: the model's memory and kernels live until the end of the test, which waits for
         // the stream.
-        unsafe { graph.launch(&stream) }.unwrap();
+        unsafe { graph.launch(&gpu.stream) }.unwrap();
     }
 
-    assert!(
-        (tiny.loss(), tiny.gradients()) == want,
-        "the recorded step has other bits"
-    );
-    assert_eq!(gpu.pool.report().total.live_bytes, before.total.live_bytes);
-    assert_eq!(
-        gpu.pool.report().backing_allocations,
-        before.backing_allocations
-    );
+    assert!(tiny.results() == want, "the recorded step has other bits");
+    let after = gpu.pool.report();
+    assert_eq!(after.total.live_bytes, before.total.live_bytes);
+    assert_eq!(after.backing_allocations, before.backing_allocations);
 }
 
 #[test]
 #[ignore = "needs a CUDA device"]
 fn what_the_model_does_not_take_is_refused() {
     let gpu = Gpu::open();
-    let refused = |options: ModelOptions, config: GptConfig| {
-        ModelConfig::from(config)
-            .on_cuda(options, &gpu.pool, &gpu.stream)
-            .err()
-            .unwrap()
-            .to_string()
+    let refused = |options: ModelOptions, config: GptConfig, parts: &[&str]| {
+        let config = ModelConfig::from(config);
+        let model = config.on_cuda(options, &gpu.pool, &gpu.stream, &ModelRanks::default());
+        let error = model.err().unwrap().to_string();
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
     };
 
-    let good = options(DType::F32, false);
-    let error = refused(
-        ModelOptions {
-            seq_len: 65,
-            ..good.clone()
-        },
-        config(),
-    );
-
-    assert!(error.contains("65") && error.contains("64"), "{error}");
-    let error = refused(
-        ModelOptions {
-            dtype: DType::F64,
-            ..good.clone()
-        },
-        config(),
-    );
-
-    assert!(error.contains("fp64"), "{error}");
+    let too_long = ModelOptions::new(GPT2.batch, 65, DType::F32);
+    refused(too_long, config(), &["65", "64"]);
+    refused(options(DType::F64), config(), &["fp64"]);
     let wide = GptConfig {
         n_embd: 260,
         n_head: 1,
@@ -598,14 +423,10 @@ fn what_the_model_does_not_take_is_refused() {
         n_layer: 1,
         ..config()
     };
+    refused(options(DType::F32), wide, &["260"]);
 
-    let error = refused(good, wide);
-    assert!(error.contains("260"), "{error}");
-    let mut tiny = OnGpu::new(&gpu, options(DType::F32, false), WHOLE, &weights());
-    let error = tiny
-        .model
-        .set_batch(&gpu.stream, &Batch::plain([0; 128], [0; 127]))
-        .unwrap_err()
-        .to_string();
+    let mut tiny = tiny(&gpu, &options(DType::F32));
+    let error = tiny.set_batch(&Batch::plain([0; 128], [0; 127]));
+    let error = error.unwrap_err().to_string();
     assert!(error.contains("127") && error.contains("128"), "{error}");
 }

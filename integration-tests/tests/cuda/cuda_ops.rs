@@ -2,6 +2,7 @@
 
 use zero_alloc::device::{AnySlice, DType};
 use zero_models::cuda::cross_entropy::Scale;
+use zero_models::cuda::dropout::Dropout;
 use zero_models::cuda::embedding::{TokenLists, sort_tokens};
 use zero_models::cuda::norm::{self, Norm};
 use zero_models::cuda::{SumOut, column_sums, cross_entropy, embedding, gelu};
@@ -10,6 +11,8 @@ use zero_models::ops::cross_entropy::{STATISTICS, VocabPart};
 use zero_models::ops::norm::NormKind;
 use zero_trainer::IGNORED;
 
+use crate::cuda_attention::documents;
+use crate::cuda_dropout::{SITE, draws, factors, keys};
 use crate::fp64;
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
 
@@ -152,7 +155,7 @@ fn sums_over_rows() {
             let outs = [gpu.fresh(n, DType::F32), gpu.fresh(n, dtype)];
             for out in outs {
                 let place = [SumOut::Write(out)];
-                column_sums::finish_sums(&ops, &gpu.stream, &place, complete).unwrap();
+                column_sums::sum_partials(&ops, &gpu.stream, &place, complete, 1).unwrap();
                 let want = rounded(&exact, out.dtype());
                 let got: Vec<f64> = gpu.get(out).into_iter().map(f64::from).collect();
                 assert_eq!(got, want, "{dtype} {rows} x {n}");
@@ -209,101 +212,124 @@ fn gelus() {
     }
 }
 
+/// The tokens on the device, grouped.
+pub(crate) fn token_lists(gpu: &Gpu, tokens: &[u32]) -> TokenLists {
+    let mut order = vec![0; tokens.len()];
+    let mut starts = vec![u32::MAX; tokens.len()];
+    let segments = sort_tokens(tokens, &mut order, &mut starts);
+    TokenLists {
+        tokens: gpu.words(tokens),
+        order: gpu.words(&order),
+        starts: gpu.words(&starts),
+        segments: gpu.words(&[segments]),
+    }
+}
+
+fn check_embeddings(
+    gpu: &Gpu,
+    dtype: DType,
+    [batch, seq, n]: [usize; 3],
+    packed: bool,
+    drops: bool,
+) {
+    let ops = gpu.kernels(dtype);
+    let stream = &gpu.stream;
+    let vocab = 11;
+    let rows = batch * seq;
+    let what = format!("{dtype} {batch} x {seq} x {n}, documents: {packed}, dropout: {drops}");
+    let close = |got, want: &[f64], tolerance, name: &str| {
+        close(&gpu.get(got), want, tolerance, &format!("{what}: {name}"));
+    };
+    // Token 4 is frequent, some tokens are absent.
+    let token = |i: usize| {
+        if i.is_multiple_of(3) {
+            4
+        } else {
+            i * i % vocab
+        }
+    };
+    let tokens: Vec<u32> = (0..rows).map(|i| token(i) as u32).collect();
+    let starts = documents(batch, seq, 9);
+    let start = |row: usize| if packed { starts[row] as usize } else { 0 };
+    let factors = match drops {
+        true => factors([batch, seq, n], 0.4),
+        false => vec![1.0; rows * n],
+    };
+    let keys = keys(gpu, &draws(batch));
+    let of = embedding::BatchLayout {
+        batch,
+        span: Span::whole(seq),
+        documents: packed.then(|| gpu.words(&starts)),
+        dropout: Dropout::new(keys, 0.4, SITE).filter(|_| drops),
+    };
+
+    let wte = values(vocab * n, 1);
+    let wpe = values((seq + 2) * n, 2);
+    let dx = values(rows * n, 3);
+    let e = rounded(&wte, dtype);
+    let p = rounded(&wpe, dtype);
+    let d = rounded(&dx, dtype);
+    let mut want = Vec::new();
+    let mut want_without = Vec::new();
+    let mut want_wte = vec![0.5; vocab * n];
+    let mut want_wpe = vec![0.25; (seq + 2) * n];
+    for (i, factor) in factors.iter().enumerate() {
+        let row = i / n;
+        let factor = f64::from(*factor);
+        let at_e = tokens[row] as usize * n + i % n;
+        let at_p = (row % seq - start(row)) * n + i % n;
+        want.push((e[at_e] + p[at_p]) * factor);
+        want_without.push(e[at_e] * factor);
+        want_wte[at_e] += d[i] * factor;
+        want_wpe[at_p] += d[i] * factor;
+    }
+    // The frequent token is padding: its row keeps its value.
+    let mut want_padded = want_wte.clone();
+    want_padded[4 * n..5 * n].fill(0.5);
+
+    let lists = token_lists(gpu, &tokens);
+    let x = gpu.fresh(rows * n, dtype);
+    let wte = gpu.put(&wte, dtype);
+    let wpe = gpu.put(&wpe, dtype);
+    for (wpe, want, name) in [(Some(wpe), want, "x"), (None, want_without, "no positions")] {
+        embedding::forward(&ops, stream, x, lists.tokens, wte, wpe, of).unwrap();
+        close(x, &want, tolerance(dtype), name);
+    }
+
+    let dx = gpu.put(&dx, dtype);
+    for (padding, want, name) in [(None, want_wte, "dwte"), (Some(4), want_padded, "padding")] {
+        let dwte = gpu.floats(&vec![0.5; vocab * n]);
+        embedding::backward_tokens(&ops, stream, dwte, &lists, dx, padding, of).unwrap();
+        close(dwte.erase(), &want, 2e-6, name);
+    }
+    let dwpe = gpu.floats(&vec![0.25; (seq + 2) * n]);
+    embedding::backward_positions(&ops, stream, dwpe, dx, of).unwrap();
+    close(dwpe.erase(), &want_wpe, 2e-6, "dwpe");
+}
+
+/// Embeddings of rows with documents and dropout, of each alone, and of neither.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn embeddings() {
     let gpu = Gpu::open();
-    let vocab = 11;
     for dtype in FLOATS {
-        let ops = gpu.kernels(dtype);
-        for (batch, seq, n) in [(1, 1, 8), (3, 7, 264), (40, 3, 5)] {
-            let rows = batch * seq;
-            let what = format!("{dtype} {batch} x {seq} x {n}");
-            // Token 4 is frequent, some tokens are absent.
-            let tokens: Vec<u32> = (0..rows)
-                .map(|i| {
-                    if i % 3 == 0 {
-                        4
-                    } else {
-                        (i * i % vocab) as u32
-                    }
-                })
-                .collect();
-            let wte = values(vocab * n, 1);
-            let wpe = values((seq + 2) * n, 2);
-            let dx = values(rows * n, 3);
-            let e = rounded(&wte, dtype);
-            let p = rounded(&wpe, dtype);
-            let d = rounded(&dx, dtype);
-            let of = embedding::BatchLayout {
-                batch,
-                span: Span::whole(seq),
-                documents: None,
-                dropout: None,
-            };
-            let (mut want, mut want_wte, mut want_wpe) =
-                (vec![], vec![0.5; vocab * n], vec![0.25; (seq + 2) * n]);
-            for (row, &token) in tokens.iter().enumerate() {
-                for j in 0..n {
-                    let at_e = token as usize * n + j;
-                    let at_p = row % seq * n + j;
-                    want.push(e[at_e] + p[at_p]);
-                    want_wte[at_e] += d[row * n + j];
-                    want_wpe[at_p] += d[row * n + j];
-                }
+        for sizes in [[1, 1, 8], [3, 7, 264], [40, 3, 5]] {
+            check_embeddings(&gpu, dtype, sizes, false, false);
+        }
+        for (packed, drops) in [(false, true), (true, false), (true, true)] {
+            for sizes in [[3, 40, 16], [2, 23, 5]] {
+                check_embeddings(&gpu, dtype, sizes, packed, drops);
             }
-            let mut order = vec![0; rows];
-            let mut starts = vec![u32::MAX; rows];
-            let segments = sort_tokens(&tokens, &mut order, &mut starts);
-            let lists = TokenLists {
-                tokens: gpu.words(&tokens),
-                order: gpu.words(&order),
-                starts: gpu.words(&starts),
-                segments: gpu.words(&[segments]),
-            };
-            let x = gpu.fresh(rows * n, dtype);
-            let wte = gpu.put(&wte, dtype);
-            let wpe = Some(gpu.put(&wpe, dtype));
-            embedding::forward(&ops, &gpu.stream, x, lists.tokens, wte, wpe, of).unwrap();
-            close(&gpu.get(x), &want, tolerance(dtype), &format!("{what}: x"));
-            embedding::forward(&ops, &gpu.stream, x, lists.tokens, wte, None, of).unwrap();
-            let rows_of = |&token: &u32| e[token as usize * n..][..n].to_vec();
-            let want: Vec<f64> = tokens.iter().flat_map(rows_of).collect();
-            close(
-                &gpu.get(x),
-                &want,
-                tolerance(dtype),
-                &format!("{what}: no positions"),
-            );
-            let grads = [
-                gpu.floats(&vec![0.5; vocab * n]),
-                gpu.floats(&vec![0.25; (seq + 2) * n]),
-            ];
-            let dx = gpu.put(&dx, dtype);
-            let [dwte, dwpe] = grads;
-            embedding::backward_tokens(&ops, &gpu.stream, dwte, &lists, dx, None, of).unwrap();
-            embedding::backward_positions(&ops, &gpu.stream, dwpe, dx, of).unwrap();
-            // The frequent token is padding: its row keeps its value.
-            let padded = gpu.floats(&vec![0.5; vocab * n]);
-            embedding::backward_tokens(&ops, &gpu.stream, padded, &lists, dx, Some(4), of).unwrap();
-            let mut want_padded = want_wte.clone();
-            want_padded[4 * n..5 * n].fill(0.5);
-            let got = gpu.get(padded.erase());
-            close(&got, &want_padded, 2e-6, &format!("{what}: padding"));
-            close(
-                &gpu.get(grads[0].erase()),
-                &want_wte,
-                2e-6,
-                &format!("{what}: dwte"),
-            );
-            close(
-                &gpu.get(grads[1].erase()),
-                &want_wpe,
-                2e-6,
-                &format!("{what}: dwpe"),
-            );
         }
     }
+}
+
+/// The first `len` columns of rows of `stride`, and whether all others are 0.
+fn columns(all: &[f32], stride: usize, len: usize) -> (Vec<f32>, bool) {
+    let rows = all.chunks(stride);
+    let real = rows.clone().flat_map(|row| row[..len].to_vec()).collect();
+    let others = rows.flat_map(|row| &row[len..]).all(|v| *v == 0.0);
+    (real, others)
 }
 
 /// The parts of a vocabulary on three ranks, of which the last has fewer tokens.
@@ -376,13 +402,8 @@ fn cross_entropy_of_parts() {
             );
 
             let stride = cross_entropy::stride_elems(part.len);
-            let got = gpu.get(logits);
-            let behind = got.chunks(stride).flat_map(|row| &row[part.len..]);
-            assert!(behind.into_iter().all(|v| *v == 0.0), "{what}: behind");
-            let got: Vec<f32> = got
-                .chunks(stride)
-                .flat_map(|row| row[..part.len].to_vec())
-                .collect();
+            let (got, zeros_behind) = columns(&gpu.get(logits), stride, part.len);
+            assert!(zeros_behind, "{what}: behind");
             let want: Vec<f64> = grad
                 .chunks(vocab)
                 .flat_map(|row| row[part.first..part.first + part.len].to_vec())
@@ -409,13 +430,8 @@ fn cross_entropies() {
             }
             let mut targets: Vec<u32> = (0..rows).map(|i| (i * 7919 % vocab) as u32).collect();
             targets[1] = IGNORED;
-            let real = |all: &[f64]| {
-                all.chunks(stride)
-                    .flat_map(|r| r[..vocab].to_vec())
-                    .collect::<Vec<_>>()
-            };
-            let (want_loss, grad) =
-                fp64::cross_entropy(&real(&rounded(&logits, dtype)), &targets, vocab);
+            let (real, _) = columns(&logits, stride, vocab);
+            let (want_loss, grad) = fp64::cross_entropy(&rounded(&real, dtype), &targets, vocab);
             let want: Vec<f64> = grad.iter().map(|g| 0.5 * g).collect();
 
             let logits = gpu.put(&logits, dtype);
@@ -423,72 +439,33 @@ fn cross_entropies() {
             let losses = gpu.floats(&vec![f32::NAN; rows]);
             let before = gpu.get(logits);
             let alone = gpu.floats(&vec![f32::NAN; rows]);
-            cross_entropy::forward(&ops, &gpu.stream, logits, alone, targets, vocab).unwrap();
+            let forward = |losses, scale| {
+                let stream = &gpu.stream;
+                cross_entropy::forward(&ops, stream, logits, losses, targets, vocab, scale)
+                    .unwrap();
+            };
+            forward(alone, None);
             assert_eq!(gpu.get(logits), before, "{what}: logits");
             // The launch covers a part of the averaged tokens.
             let half = Scale {
                 loss_scale: gpu.double(8.0),
                 divisor: gpu.double(16.0),
             };
-            cross_entropy::forward_backward(
-                &ops,
-                &gpu.stream,
-                logits,
-                losses,
-                targets,
-                vocab,
-                half,
-            )
-            .unwrap();
+            forward(losses, Some(half));
             assert_eq!(
                 gpu.get(alone.erase()),
                 gpu.get(losses.erase()),
                 "{what}: losses without a gradient"
             );
-            let got = gpu.get(logits);
-            assert!(
-                got.chunks(stride)
-                    .all(|r| r[vocab..].iter().all(|v| *v == 0.0)),
-                "{what}: behind the vocabulary"
-            );
-            let got: Vec<f32> = got
-                .chunks(stride)
-                .flat_map(|r| r[..vocab].to_vec())
-                .collect();
+            let (got, zeros_behind) = columns(&gpu.get(logits), stride, vocab);
+            assert!(zeros_behind, "{what}: behind the vocabulary");
             close(&got, &want, tolerance(dtype), &format!("{what}: gradient"));
-            let mut loss = [1.0f64];
-            let sum = gpu
-                .pool
-                .allocate(1, DType::F64, zero_alloc::Purpose::Workspace, &gpu.stream)
-                .unwrap();
-            // SAFETY: the block outlives the downloads below, which drain the stream.
-            let slice = unsafe { sum.slice() };
-            use zero_alloc::device::Device;
-            gpu.device
-                .upload(
-                    &gpu.stream,
-                    bytemuck::cast_slice(&loss),
-                    slice,
-                    crate::gpu::LIMIT,
-                )
-                .unwrap();
+            let sum = gpu.double(1.0);
             let rows = gpu.double(rows as f64);
-            cross_entropy::add_over(&ops, &gpu.stream, slice.typed().unwrap(), losses, rows)
-                .unwrap();
-            gpu.device
-                .download(
-                    &gpu.stream,
-                    slice,
-                    bytemuck::cast_slice_mut(&mut loss),
-                    crate::gpu::LIMIT,
-                )
-                .unwrap();
-            let error = (loss[0] - 1.0 - want_loss).abs() / want_loss;
-            assert!(
-                error < 1e-6,
-                "{what}: loss {} for {want_loss}",
-                loss[0] - 1.0
-            );
+            cross_entropy::add(&ops, &gpu.stream, sum, losses, Some(rows)).unwrap();
+            let loss = gpu.get_double(sum) - 1.0;
+            let error = (loss - want_loss).abs() / want_loss;
+            assert!(error < 1e-6, "{what}: loss {loss} for {want_loss}");
         }
     }
 }

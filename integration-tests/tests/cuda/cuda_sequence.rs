@@ -4,7 +4,7 @@
 use zero_alloc::device::DType;
 use zero_models::cuda::attention::{Attention, Masks, Shape};
 use zero_models::cuda::dropout::{self, Dropout};
-use zero_models::cuda::embedding::{self, TokenLists, sort_tokens};
+use zero_models::cuda::embedding::{self, TokenLists};
 use zero_models::cuda::rope::{self, Angles};
 use zero_models::cuda::sequence::{self, PackStep};
 use zero_models::ops::sequence::HeadExchange;
@@ -12,6 +12,7 @@ use zero_models::ops::{Heads, Span};
 
 use crate::cuda_attention::{documents, table};
 use crate::cuda_dropout::{SITE, draws, keys};
+use crate::cuda_ops::token_lists;
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
 
 fn exchanges() -> Vec<HeadExchange> {
@@ -128,15 +129,7 @@ fn parts_of_tokens() {
                 dropout: Some(dropout),
             };
             let tokens = part(&tokens, seq, 1, span);
-            let mut order = vec![0; tokens.len()];
-            let mut firsts = vec![u32::MAX; tokens.len()];
-            let segments = sort_tokens(&tokens, &mut order, &mut firsts);
-            let lists = TokenLists {
-                tokens: gpu.words(&tokens),
-                order: gpu.words(&order),
-                starts: gpu.words(&firsts),
-                segments: gpu.words(&[segments]),
-            };
+            let lists = token_lists(&gpu, &tokens);
             let x = gpu.fresh(tokens.len() * n, dtype);
             embedding::forward(&ops, stream, x, lists.tokens, wte, Some(wpe), rows_of).unwrap();
 

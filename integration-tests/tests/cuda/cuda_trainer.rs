@@ -40,12 +40,8 @@ fn settings(stage: u64, dtype: DType) -> Settings {
         bucket_capacity_elems: 1 << 14,
         optimizer: OptimizerConfig::default()
             .hyper(AdamHyper {
-                beta1: 0.9,
-                beta2: 0.999,
-                eps: 1e-8,
                 weight_decay: 0.1,
-                decoupled: true,
-                bias_correction: true,
+                ..AdamHyper::default()
             })
             .lr(1e-3)
             .max_grad_norm(1.0),
@@ -62,19 +58,7 @@ fn workload(dtype: DType, options: &RunOptions) -> ModelWorkload {
         data: Dataset::open(&DataSource::at(data("tokens.u16.bin")))
             .unwrap()
             .into(),
-        options: ModelOptions {
-            micro_batch: options.micro_batch,
-            seq_len: options.seq_len,
-            sequence_ranks: 1,
-            tensor_ranks: 1,
-            partition_activations: false,
-            sequence_parallel: false,
-            dtype,
-            activation_checkpointing: false,
-            offload_activations: false,
-            matmul_timing: false,
-            recompute_gelu: false,
-        },
+        options: ModelOptions::new(options.micro_batch, options.seq_len, dtype),
         threads: 1,
     }
 }
@@ -131,11 +115,11 @@ fn run_workload(
 }
 
 fn on_host(stage: u64, dtype: DType, options: &RunOptions) -> Vec<StepMetrics> {
-    workload_on_host(stage, &workload(dtype, options), options)
+    workload_on_host(&settings(stage, dtype), &workload(dtype, options), options)
 }
 
 fn workload_on_host(
-    stage: u64,
+    settings: &Settings,
     workload: &ModelWorkload,
     options: &RunOptions,
 ) -> Vec<StepMetrics> {
@@ -144,16 +128,36 @@ fn workload_on_host(
         steps.push(metrics.clone());
         Ok(())
     };
-    run_on_threads(
-        1,
-        1,
-        &settings(stage, workload.options.dtype),
-        workload,
-        options,
-        &mut observe,
-    )
-    .unwrap();
+    run_on_threads(1, 1, settings, workload, options, &mut observe).unwrap();
     steps
+}
+
+/// Asserts that two runs have the same steps, with losses that differ by less than `limit`, relative.
+fn close(got: &[StepMetrics], want: &[StepMetrics], limit: f64, what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (got, want) in got.iter().zip(want) {
+        assert_eq!(got.step, want.step, "{what}");
+        is_near(
+            got.loss,
+            want.loss,
+            limit,
+            &format!("{what}, step {}: loss", got.step),
+        );
+    }
+}
+
+fn is_near(got: f64, want: f64, limit: f64, what: &str) {
+    let error = (got - want).abs() / want;
+    assert!(error < limit, "{what} {got} for {want}");
+}
+
+/// Asserts that the pool took no memory after the second step.
+fn memory_stays(summary: &RankSummary, what: &str) {
+    let [after_two, at_end] = summary.backing_allocations;
+    assert_eq!(
+        after_two, at_end,
+        "{what}: memory was taken after the second step"
+    );
 }
 
 fn bits(steps: &[StepMetrics]) -> Vec<(u64, Option<u64>)> {
@@ -174,75 +178,51 @@ fn losses_are_pytorchs_at_every_stage_with_the_same_bits() {
         ..options(steps, None, None)
     };
 
+    let are_pytorchs = |steps: &[StepMetrics], what: &str| {
+        for (got, want) in steps.iter().zip(expected["steps"].as_array().unwrap()) {
+            let what = format!("{what}, step {}", got.step);
+            let number = |key: &str| want[key].as_f64().unwrap();
+            let norm = got.grad_norm.unwrap();
+            is_near(got.loss, number("loss"), 1e-5, &format!("{what}: loss"));
+            is_near(norm, number("grad_norm"), 1e-4, &format!("{what}: norm"));
+        }
+    };
+
     let mut first = None;
     for stage in 0..4 {
+        let what = format!("stage {stage}");
         let (steps, summary) = on_gpu(stage, DType::F32, &torch(5));
-        for (got, want) in steps.iter().zip(expected["steps"].as_array().unwrap()) {
-            let loss = want["loss"].as_f64().unwrap();
-            let norm = want["grad_norm"].as_f64().unwrap();
-            let loss_error = (got.loss - loss).abs() / loss;
-            let norm_error = (got.grad_norm.unwrap() - norm).abs() / norm;
-            assert!(
-                loss_error < 1e-5,
-                "stage {stage}, step {}: loss differs by {loss_error:e}",
-                got.step
-            );
-            assert!(
-                norm_error < 1e-4,
-                "stage {stage}, step {}: norm differs by {norm_error:e}",
-                got.step
-            );
-        }
+        are_pytorchs(&steps, &what);
         assert_eq!(steps.len(), 5);
-        let [after_two, at_end] = summary.backing_allocations;
-        assert_eq!(
-            after_two, at_end,
-            "stage {stage}: memory was taken after the second step"
-        );
+        memory_stays(&summary, &what);
         let ran = |label| {
-            summary
-                .last_spans
-                .iter()
-                .any(|s| s.label == label && s.stream.ends_with("compute"))
+            let mut spans = summary.last_spans.iter();
+            spans.any(|s| s.label == label && s.stream.ends_with("compute"))
         };
-        assert!(
-            [
-                "matmul",
-                "attention",
-                "attention backward dq",
-                "attention backward dkv",
-                "cross entropy"
-            ]
-            .into_iter()
-            .all(ran)
-        );
+        let labels = [
+            "matmul",
+            "attention",
+            "attention backward dq",
+            "attention backward dkv",
+            "cross entropy",
+        ];
+        assert!(labels.into_iter().all(ran));
         let own = bits(&steps);
-        assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
+        assert_eq!(&own, first.get_or_insert(own.clone()), "{what}");
     }
 
     // Micro-batches that are summed on the rank and reduced once.
     let mut first = None;
     for stage in 0..2 {
+        let what = format!("stage {stage}, local sums");
         let settings = Settings {
             reduce_every_micro_batch: false,
             ..settings(stage, DType::F32)
         };
         let (steps, _) = run(&settings, &torch(3)).unwrap();
-        for (got, want) in steps.iter().zip(expected["steps"].as_array().unwrap()) {
-            let loss = want["loss"].as_f64().unwrap();
-            let loss_error = (got.loss - loss).abs() / loss;
-            assert!(
-                loss_error < 1e-5,
-                "stage {stage}, step {}: loss differs by {loss_error:e}",
-                got.step
-            );
-        }
+        are_pytorchs(&steps, &what);
         let own = bits(&steps);
-        assert_eq!(
-            &own,
-            first.get_or_insert(own.clone()),
-            "stage {stage}, local sums"
-        );
+        assert_eq!(&own, first.get_or_insert(own.clone()), "{what}");
     }
 }
 
@@ -253,16 +233,7 @@ fn in_bf16_it_learns_as_the_host_does() {
     let mut first = None;
     for stage in 0..4 {
         let (steps, _) = on_gpu(stage, DType::Bf16, &options(8, None, None));
-        for (got, want) in steps.iter().zip(&host) {
-            let error = (got.loss - want.loss).abs() / want.loss;
-            assert!(
-                error < 1e-3,
-                "stage {stage}, step {}: loss {}, on the host {}",
-                got.step,
-                got.loss,
-                want.loss
-            );
-        }
+        close(&steps, &host, 1e-3, &format!("stage {stage}"));
         let own = bits(&steps);
         assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
     }
@@ -278,22 +249,8 @@ fn written_gradients_learn_as_the_host_does() {
         ..settings(stage, DType::Bf16)
     };
 
-    let mut host = Vec::new();
-    let mut observe = |metrics: &StepMetrics| {
-        host.push(metrics.clone());
-        Ok(())
-    };
-
     let steps = options(4, None, None);
-    run_on_threads(
-        1,
-        1,
-        &settings(2),
-        &workload(DType::Bf16, &steps),
-        &steps,
-        &mut observe,
-    )
-    .unwrap();
+    let host = workload_on_host(&settings(2), &workload(DType::Bf16, &steps), &steps);
 
     let mut first = None;
     for (stage, optimizer) in [
@@ -306,24 +263,12 @@ fn written_gradients_learn_as_the_host_does() {
             optimizer,
             ..OffloadSettings::default()
         };
-        let (steps, _) = run(
-            &Settings {
-                offload,
-                ..settings(stage)
-            },
-            &steps,
-        )
-        .unwrap();
-        for (got, want) in steps.iter().zip(&host) {
-            let error = (got.loss - want.loss).abs() / want.loss;
-            assert!(
-                error < 1e-3,
-                "stage {stage}, step {}: loss {}, on the host {}",
-                got.step,
-                got.loss,
-                want.loss
-            );
-        }
+        let settings = Settings {
+            offload,
+            ..settings(stage)
+        };
+        let (steps, _) = run(&settings, &steps).unwrap();
+        close(&steps, &host, 1e-3, &format!("stage {stage}"));
         let own = bits(&steps);
         assert_eq!(&own, first.get_or_insert(own.clone()), "stage {stage}");
     }
@@ -340,15 +285,7 @@ fn a_run_goes_on_across_device_and_host() {
     assert_eq!(summary.resumed_at, 3);
     assert_eq!(bits(&rest), bits(&straight[3..]), "at another stage");
     let host = on_host(2, DType::F32, &options(6, None, Some(dir.path())));
-    for (got, want) in host.iter().zip(&straight[3..]) {
-        let error = (got.loss - want.loss).abs() / want.loss;
-        assert!(
-            got.step == want.step && error < 1e-5,
-            "step {}: loss differs by {error:e}",
-            got.step
-        );
-    }
-    assert_eq!(host.len(), 3);
+    close(&host, &straight[3..], 1e-5, "on the host");
 }
 
 /// Learning rates, loss scales, skipped steps and tokens are those of each replayed step, not of
@@ -392,21 +329,10 @@ fn recorded_steps_have_the_same_bits() {
             "stage {stage}: weights"
         );
         if dtype == DType::F16 {
-            let skipped = want
-                .iter()
-                .filter(|s| s.skipped)
-                .map(|s| s.step)
-                .collect::<Vec<_>>();
-            assert!(
-                skipped.iter().any(|step| *step > 3) && want.iter().any(|s| !s.skipped),
-                "skipped: {skipped:?}"
-            );
+            let late = want.iter().any(|s| s.skipped && s.step > 3);
+            assert!(late && want.iter().any(|s| !s.skipped), "{want:?}");
         }
-        let [after_two, at_end] = summary.backing_allocations;
-        assert_eq!(
-            after_two, at_end,
-            "stage {stage}: memory was taken after the second step"
-        );
+        memory_stays(&summary, &format!("stage {stage}"));
         // The last step ran graphs: two micro-batches, the decision and the update.
         let ran = |label| {
             summary
@@ -441,7 +367,7 @@ fn dropout_learns_as_on_the_host() {
     let mut workload = workload(DType::F32, &options);
     let (plain, _) = run_workload(&settings(0, DType::F32), &workload, &options).unwrap();
     workload.config = workload.config.with_dropout(0.2);
-    let host = workload_on_host(0, &workload, &options);
+    let host = workload_on_host(&settings(0, DType::F32), &workload, &options);
     assert!((plain[0].loss - host[0].loss).abs() > 1e-4);
 
     let mut all = Vec::new();
@@ -451,14 +377,7 @@ fn dropout_learns_as_on_the_host() {
             ..settings(stage, DType::F32)
         };
         let (steps, _) = run_workload(&settings, &workload, &options).unwrap();
-        for (got, want) in steps.iter().zip(&host) {
-            let error = (got.loss - want.loss).abs() / want.loss;
-            assert!(
-                error < 1e-5,
-                "stage {stage}, step {}: loss differs by {error:e}",
-                got.step
-            );
-        }
+        close(&steps, &host, 1e-5, &format!("stage {stage}"));
         all.push(bits(&steps));
     }
     assert_eq!(all[0], all[1]);
@@ -506,10 +425,7 @@ fn evaluations_change_nothing() {
             "stage {stage}, graphs {graphs}"
         );
         for (got, want) in own.iter().zip(&host) {
-            assert!(
-                (got - want).abs() < 1e-5 * want,
-                "stage {stage}: loss {got}, on the host {want}"
-            );
+            is_near(*got, *want, 1e-5, &format!("stage {stage}: loss"));
         }
     }
 }
@@ -520,7 +436,6 @@ fn evaluations_change_nothing() {
 fn offloaded_activations_change_no_bit() {
     for (stage, dtype) in [(1, DType::F32), (3, DType::Bf16)] {
         let [kept, offloaded] = [false, true].map(|offload_activations| {
-            let device = device();
             let two_steps = options(2, None, None);
             let mut workload = workload(dtype, &two_steps);
             let ModelConfig::Gpt2(config) = &mut workload.config else {
@@ -533,23 +448,8 @@ fn offloaded_activations_change_no_bit() {
                 offload_activations,
                 ..workload.options
             };
-            let comm = Arc::new(Solo::new(device.clone()));
-            let mut steps = Vec::new();
-            let mut observe = |metrics: &StepMetrics| {
-                steps.push(metrics.clone());
-                Ok(())
-            };
             let settings = settings(stage, dtype);
-            let summary = run_on_cuda(
-                &device,
-                comm,
-                true,
-                &settings,
-                &workload,
-                &two_steps,
-                &mut observe,
-            )
-            .unwrap();
+            let (steps, summary) = run_workload(&settings, &workload, &two_steps).unwrap();
             let copies = summary
                 .last_spans
                 .iter()
@@ -561,7 +461,7 @@ fn offloaded_activations_change_no_bit() {
                 "stage {stage}"
             );
             let activations = steps.last().unwrap().memory.activations_bytes;
-            assert_eq!(PinnedMemory::new(&device).notices(), Vec::<String>::new());
+            assert_eq!(PinnedMemory::new(&device()).notices(), Vec::<String>::new());
             (bits(&steps), activations)
         });
         assert_eq!(kept.0, offloaded.0, "stage {stage}");

@@ -1,16 +1,15 @@
-//! A device for the tests, with uploads and downloads of arrays.
+//! A device for the tests, values, and tolerances.
 
 use std::sync::LazyLock;
-use std::time::Duration;
 
 use half::{bf16, f16};
-use zero_alloc::cuda::{CudaDevice, CudaStream};
-use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
-use zero_alloc::{Block, Pool, Purpose};
+use zero_alloc::cuda::CudaDevice;
+use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 use zero_kernels::cuda::Loader;
 use zero_models::cuda::OpKernels;
 
-pub(crate) const LIMIT: Duration = Duration::from_secs(300);
+pub(crate) use crate::arrays::{Arrays, LIMIT};
+
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
 /// The first GPU, one for all tests: each new context takes a third of a second on a GPU.
@@ -19,24 +18,12 @@ pub(crate) fn device() -> CudaDevice {
     DEVICE.clone()
 }
 
-/// The first device, with a stream and a pool. It owns the arrays of a test.
-pub(crate) struct Gpu {
-    pub(crate) device: CudaDevice,
-    pub(crate) stream: CudaStream,
-    pub(crate) pool: Pool<CudaDevice>,
-    held: std::sync::Mutex<Vec<Block<CudaDevice>>>,
-}
+/// The first device.
+pub(crate) type Gpu = Arrays<CudaDevice>;
 
 impl Gpu {
     pub(crate) fn open() -> Self {
-        let device = device();
-        let stream = device.create_stream("test").unwrap();
-        Self {
-            pool: Pool::new(device.clone(), usize::MAX),
-            device,
-            stream,
-            held: Default::default(),
-        }
+        Self::on(device())
     }
 
     /// Whether this is a GPU and not a stand-in, so that tests can use large sizes.
@@ -44,52 +31,9 @@ impl Gpu {
         !self.device.name().contains("stand-in")
     }
 
-    /// All kernels, with those of dropout.
-    pub(crate) fn kernels(&self, dtype: DType) -> OpKernels {
-        OpKernels::load(&Loader::new(&self.device).unwrap(), dtype, true).unwrap()
-    }
-
-    fn bytes(&self, bytes: &[u8], elems: usize, dtype: DType) -> AnySlice {
-        let block = self
-            .pool
-            .allocate(elems, dtype, Purpose::Workspace, &self.stream)
-            .unwrap();
-        // SAFETY: held to the end of the test, which drains the one stream that uses it.
-        let slice = unsafe { block.slice() };
-        self.held.lock().unwrap().push(block);
-        self.device
-            .upload(&self.stream, bytes, slice, LIMIT)
-            .unwrap();
-        slice
-    }
-
-    /// `values` on the device, rounded to `dtype`.
-    pub(crate) fn put(&self, values: &[f32], dtype: DType) -> AnySlice {
-        let bytes: Vec<u8> = match dtype {
-            DType::Bf16 => values
-                .iter()
-                .flat_map(|v| bf16::from_f32(*v).to_le_bytes())
-                .collect(),
-            DType::F16 => values
-                .iter()
-                .flat_map(|v| f16::from_f32(*v).to_le_bytes())
-                .collect(),
-            _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        };
-        self.bytes(&bytes, values.len(), dtype)
-    }
-
     /// Elements that are NaN.
     pub(crate) fn fresh(&self, elems: usize, dtype: DType) -> AnySlice {
         self.put(&vec![f32::NAN; elems], dtype)
-    }
-
-    pub(crate) fn floats(&self, values: &[f32]) -> DeviceSlice<f32> {
-        self.put(values, DType::F32).typed().unwrap()
-    }
-
-    pub(crate) fn zeros(&self, elems: usize) -> DeviceSlice<f32> {
-        self.floats(&vec![0.0; elems])
     }
 
     pub(crate) fn words(&self, values: &[u32]) -> DeviceSlice<u32> {
@@ -98,37 +42,9 @@ impl Gpu {
         unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), values.len(), bytes.device()) }
     }
 
-    /// One fp64.
-    pub(crate) fn double(&self, value: f64) -> DeviceSlice<f64> {
-        let bytes = self.bytes(&value.to_le_bytes(), 8, DType::U8);
-        // SAFETY: eight bytes at the start of a block; held as above.
-        unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), 1, bytes.device()) }
-    }
-
-    pub(crate) fn get(&self, slice: AnySlice) -> Vec<f32> {
-        let mut bytes = vec![0u8; slice.len_bytes()];
-        self.device
-            .download(&self.stream, slice, &mut bytes, LIMIT)
-            .unwrap();
-        let halves = || {
-            bytes
-                .chunks_exact(2)
-                .map(|b| u16::from_le_bytes(b.try_into().unwrap()))
-        };
-        match slice.dtype() {
-            DType::Bf16 => halves().map(|b| bf16::from_bits(b).to_f32()).collect(),
-            DType::F16 => halves().map(|b| f16::from_bits(b).to_f32()).collect(),
-            _ => bytes
-                .chunks_exact(4)
-                .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-                .collect(),
-        }
-    }
-}
-
-impl Drop for Gpu {
-    fn drop(&mut self) {
-        let _ = self.stream.synchronize(LIMIT);
+    /// All kernels, with those of dropout.
+    pub(crate) fn kernels(&self, dtype: DType) -> OpKernels {
+        OpKernels::load(&Loader::new(&self.device).unwrap(), dtype, true).unwrap()
     }
 }
 

@@ -1,10 +1,12 @@
-//! The transformer's operations and GPT-2 on a CUDA device, or on its stand-in: each operation
-//! against fp64, the model against PyTorch and against the host.
+//! The transformer's operations and models on a CUDA device, or on its stand-in: each operation
+//! against fp64, models against PyTorch and against the host.
 //!
 //! All tests need a device: run `cargo gpu-test cuda`, or, without a GPU,
 //! `stand-ins/with-stand-ins cargo test -p integration-tests --test cuda -- --ignored`. The
 //! stand-ins' README lists what a pass without a GPU proves.
 
+#[path = "../common/arrays.rs"]
+mod arrays;
 mod cuda_attention;
 mod cuda_dropout;
 mod cuda_errors;
@@ -17,4 +19,6 @@ mod cuda_sequence;
 mod cuda_trainer;
 mod fp64;
 mod gpu;
-mod tiny;
+mod on_gpu;
+#[path = "../common/steps.rs"]
+mod steps;

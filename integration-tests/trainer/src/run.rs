@@ -353,7 +353,9 @@ impl<'a, D: Device> Run<'a, D> {
             && samples.is_due(metrics.step, options.steps)
         {
             let StepContext { stage, model, .. } = &mut self.parts;
-            metrics.sample = samples::run(rank, *stage, model, options, samples)?;
+            metrics.sample = run_in(rank, Phase::Validation, || {
+                samples::run(rank, *stage, model, options, samples)
+            })?;
             self.batches.forget();
         }
 

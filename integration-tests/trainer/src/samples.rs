@@ -20,26 +20,12 @@ use crate::options::{RunOptions, SampleOptions};
 use crate::rank::Rank;
 use crate::rank_exchange::RankExchange;
 use crate::stages::stage::Stage;
-use crate::telemetry::phase::Phase;
-use crate::telemetry::phased::run_in;
 
 /// The message of the choosing rank that the text ends.
 const TEXT_ENDS: u32 = u32::MAX;
 
 /// Continues the prompt; returns nothing if a request to stop ended the sample. Collective.
 pub(crate) fn run<D: Device>(
-    rank: &Rank<D>,
-    stage: &mut dyn Stage<D>,
-    model: &mut dyn Model<D>,
-    options: &RunOptions,
-    samples: &SampleOptions,
-) -> Result<Option<Vec<u32>>, TrainError> {
-    run_in(rank, Phase::Validation, || {
-        sample(rank, stage, model, options, samples)
-    })
-}
-
-fn sample<D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
     model: &mut dyn Model<D>,

@@ -93,7 +93,7 @@ impl ModelWorkload {
         let options = self.options.clone();
         Ok(self
             .config
-            .on_host_with(options, pool, compute, threads, ranks)?)
+            .on_host(options, pool, compute, threads, ranks)?)
     }
 
     fn on_cuda(
@@ -103,7 +103,7 @@ impl ModelWorkload {
         ranks: &ModelRanks<CudaDevice>,
     ) -> Result<Box<dyn Model<CudaDevice>>, ModelError> {
         let options = self.options.clone();
-        Ok(self.config.on_cuda_with(options, pool, compute, ranks)?)
+        Ok(self.config.on_cuda(options, pool, compute, ranks)?)
     }
 
     fn initial_weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {

@@ -4,6 +4,20 @@ use serde_json::{Map, Value};
 
 use super::ConfigError;
 
+/// The text of a `config.json` with these keys and special tokens.
+pub(crate) fn text(mut keys: Value, special_tokens: &[(&'static str, Value)]) -> String {
+    for (key, value) in special_tokens {
+        keys[key] = value.clone();
+    }
+    // Serializing numbers, flags and strings does not fail.
+    serde_json::to_string_pretty(&keys).unwrap_or_default() + "\n"
+}
+
+/// The number whose shortest decimal is that of `value`.
+pub(crate) fn decimal(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or(f64::from(value))
+}
+
 const SPECIAL_TOKENS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
 
 /// The file's keys; null counts as missing.
@@ -75,6 +89,24 @@ impl Keys {
             .as_u64()
             .and_then(|n| usize::try_from(n).ok())
             .ok_or_else(wrong)
+    }
+
+    /// A whole number, or `default` if it is not there.
+    pub(crate) fn size_or(&self, key: &'static str, default: usize) -> Result<usize, ConfigError> {
+        match self.get(key) {
+            None => Ok(default),
+            Some(_) => self.size(key),
+        }
+    }
+
+    /// A number in fp32, or `default` if it is not there.
+    pub(crate) fn number_or(&self, key: &'static str, default: f64) -> Result<f32, ConfigError> {
+        Ok(self.number(key)?.unwrap_or(default) as f32)
+    }
+
+    /// True or false, or `default` if it is not there.
+    pub(crate) fn flag_or(&self, key: &'static str, default: bool) -> Result<bool, ConfigError> {
+        Ok(self.flag(key)?.unwrap_or(default))
     }
 
     /// A number, if it is there.

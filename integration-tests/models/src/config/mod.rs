@@ -126,39 +126,34 @@ pub(crate) fn check_divides(
 
 /// Checks that a number is finite and above 0.
 pub(crate) fn check_positive(field: &'static str, value: f32) -> Result<(), ConfigError> {
-    if value > 0.0 && value.is_finite() {
-        return Ok(());
-    }
-    let expected = "finite and above 0";
-    Err(ConfigError::OutOfRange {
-        field,
-        value,
-        expected,
-    })
+    let is_valid = value > 0.0 && value.is_finite();
+    check_range(field, value, is_valid, "finite and above 0")
 }
 
 /// Checks a probability of dropout.
 pub(crate) fn check_dropout(field: &'static str, value: f32) -> Result<(), ConfigError> {
-    if (0.0..1.0).contains(&value) {
-        return Ok(());
-    }
-    let expected = "at least 0 and below 1";
-    Err(ConfigError::OutOfRange {
-        field,
-        value,
-        expected,
-    })
+    let is_valid = (0.0..1.0).contains(&value);
+    check_range(field, value, is_valid, "at least 0 and below 1")
 }
 
 /// Checks that a standard deviation is finite and not negative.
 pub(crate) fn check_deviation(field: &'static str, value: f32) -> Result<(), ConfigError> {
-    if value >= 0.0 && value.is_finite() {
-        return Ok(());
+    let is_valid = value >= 0.0 && value.is_finite();
+    check_range(field, value, is_valid, "finite and not negative")
+}
+
+fn check_range(
+    field: &'static str,
+    value: f32,
+    is_valid: bool,
+    expected: &'static str,
+) -> Result<(), ConfigError> {
+    match is_valid {
+        true => Ok(()),
+        false => Err(ConfigError::OutOfRange {
+            field,
+            value,
+            expected,
+        }),
     }
-    let expected = "finite and not negative";
-    Err(ConfigError::OutOfRange {
-        field,
-        value,
-        expected,
-    })
 }

@@ -160,20 +160,6 @@ pub fn drop_and_sum_rows(
     sum_partials(ops, stream, &[out], partials, chunks)
 }
 
-/// Adds `sums`, one result of `n` elements behind the other, to `outs`, up to three of them, or writes
-/// them there.
-///
-/// # Errors
-/// Lengths or types do not fit, or the stream failed.
-pub fn finish_sums(
-    ops: &OpKernels,
-    stream: &CudaStream,
-    outs: &[SumOut],
-    sums: DeviceSlice<f32>,
-) -> Result<(), OpError> {
-    sum_partials(ops, stream, outs, sums, 1)
-}
-
 /// The blocks of the first stage.
 fn shape(n: usize, columns: usize, chunks: usize) -> Result<Shape, OpError> {
     let width = size("column sums: width", n.div_ceil(32 * columns))?;
@@ -185,7 +171,10 @@ fn shape(n: usize, columns: usize, chunks: usize) -> Result<Shape, OpError> {
 }
 
 /// Sums `partials` `[blocks, outs, n]` over the blocks into `outs`, up to three of n elements.
-pub(super) fn sum_partials(
+///
+/// # Errors
+/// Lengths or types do not fit, or the stream failed.
+pub fn sum_partials(
     ops: &OpKernels,
     stream: &CudaStream,
     outs: &[SumOut],

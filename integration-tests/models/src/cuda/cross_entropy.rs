@@ -4,7 +4,7 @@ use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
 use super::error::{OpError, check_len};
-use super::launch::{OpKernels, Shape, size};
+use super::launch::{Arg, OpKernels, Shape, size};
 use crate::ops::cross_entropy::{STATISTICS, VocabPart};
 
 /// Threads of a block (`CE_THREADS` of the source).
@@ -27,44 +27,15 @@ pub struct Scale {
     pub divisor: DeviceSlice<f64>,
 }
 
-/// Writes `losses[row] = -log softmax(logits)[target]` in nats, and replaces the first `vocab`
-/// columns of `logits` `[rows, stride_elems]` by their gradient times `scale`, the others by 0. Both are 0
-/// in rows whose target is [`IGNORED`](zero_trainer::IGNORED).
-/// Targets were checked against the vocabulary when the data was opened.
-///
-/// # Errors
-/// Lengths or types do not fit, or the stream failed.
-pub fn forward_backward(
-    ops: &OpKernels,
-    stream: &CudaStream,
-    logits: AnySlice,
-    losses: DeviceSlice<f32>,
-    targets: DeviceSlice<u32>,
-    vocab: usize,
-    scale: Scale,
-) -> Result<(), OpError> {
-    check_len("cross entropy: loss scale", scale.loss_scale.len(), 1)?;
-    check_len("cross entropy: divisor", scale.divisor.len(), 1)?;
-    launch(ops, stream, logits, losses, targets, vocab, Some(scale))
-}
-
-/// Writes the losses of [`forward_backward`], with the same bits, and leaves `logits` unchanged.
+/// Writes `losses[row] = -log softmax(logits)[target]` in nats. With a scale, replaces the first `vocab`
+/// columns of `logits` `[rows, stride_elems]` by their gradient times `scale`, the others by 0; without,
+/// leaves `logits` unchanged, and the losses have the same bits. Loss and gradient are 0 in rows whose
+/// target is [`IGNORED`](zero_trainer::IGNORED). Targets were checked against the vocabulary when the data
+/// was opened.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
 pub fn forward(
-    ops: &OpKernels,
-    stream: &CudaStream,
-    logits: AnySlice,
-    losses: DeviceSlice<f32>,
-    targets: DeviceSlice<u32>,
-    vocab: usize,
-) -> Result<(), OpError> {
-    launch(ops, stream, logits, losses, targets, vocab, None)
-}
-
-/// Launches the kernel; without a scale it computes no gradient.
-fn launch(
     ops: &OpKernels,
     stream: &CudaStream,
     logits: AnySlice,
@@ -77,6 +48,7 @@ fn launch(
     let stride = stride_elems(vocab);
     check_len("cross entropy: losses", losses.len(), rows)?;
     check_aligned(logits)?;
+    let [loss_scale, divisor] = scale_args(scale)?;
 
     let args = [
         ops.stored("cross entropy: logits", logits, rows * stride)?,
@@ -84,9 +56,8 @@ fn launch(
         targets.into(),
         size("cross entropy: vocabulary", vocab)?.into(),
         (stride as u64).into(),
-        // A null address disables the gradient.
-        scale.map_or(0u64.into(), |s| s.loss_scale.into()),
-        scale.map_or(0u64.into(), |s| s.divisor.into()),
+        loss_scale,
+        divisor,
     ];
 
     let shape = Shape::blocks(size("cross entropy: rows", rows)?, BLOCK);
@@ -124,8 +95,8 @@ pub fn part_statistics(
     unsafe { ops.launch(stream, "cross entropy", "part_statistics", shape, args) }
 }
 
-/// [`forward_backward`] for a part of the vocabulary, from the statistics `[ranks, rows, STATISTICS]`
-/// of all ranks; without a scale [`forward`].
+/// [`forward`] for a part of the vocabulary, from the statistics `[ranks, rows, STATISTICS]` of all
+/// ranks.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -150,6 +121,7 @@ pub fn part_gradient(
         ranks * rows * STATISTICS,
     )?;
     check_aligned(logits)?;
+    let [loss_scale, divisor] = scale_args(scale)?;
     let args = [
         ops.stored("cross entropy: logits", logits, rows * stride)?,
         losses.into(),
@@ -160,13 +132,26 @@ pub fn part_gradient(
         size("cross entropy: first token", part.first)?.into(),
         size("cross entropy: vocabulary", part.len)?.into(),
         (stride as u64).into(),
-        // A null address disables the gradient.
-        scale.map_or(0u64.into(), |s| s.loss_scale.into()),
-        scale.map_or(0u64.into(), |s| s.divisor.into()),
+        loss_scale,
+        divisor,
     ];
     let shape = Shape::blocks(size("cross entropy: rows", rows)?, BLOCK);
     // SAFETY: the parameters of part_gradient, whose lengths were checked.
     unsafe { ops.launch(stream, "cross entropy", "part_gradient", shape, args) }
+}
+
+/// The parameters `loss_scale` and `divisor` of kernels; null addresses disable the gradient.
+fn scale_args(scale: Option<Scale>) -> Result<[Arg; 2], OpError> {
+    let Some(Scale {
+        loss_scale,
+        divisor,
+    }) = scale
+    else {
+        return Ok([0u64.into(); 2]);
+    };
+    check_len("cross entropy: loss scale", loss_scale.len(), 1)?;
+    check_len("cross entropy: divisor", divisor.len(), 1)?;
+    Ok([loss_scale.into(), divisor.into()])
 }
 
 /// The kernels access 16 bytes at a time; [`stride_elems`] keeps every row aligned.
@@ -178,36 +163,12 @@ fn check_aligned(logits: AnySlice) -> Result<(), OpError> {
     )
 }
 
-/// `loss[0] += sum of losses / divisor[0]`, in fp64, in an order that depends only on their number.
+/// `loss[0] += sum of losses`, over `divisor[0]` if there is one, in fp64, in an order that depends only
+/// on their number.
 ///
 /// # Errors
 /// Lengths do not fit, or the stream failed.
-pub fn add_over(
-    ops: &OpKernels,
-    stream: &CudaStream,
-    loss: DeviceSlice<f64>,
-    losses: DeviceSlice<f32>,
-    divisor: DeviceSlice<f64>,
-) -> Result<(), OpError> {
-    check_len("sum of losses: divisor", divisor.len(), 1)?;
-    add(ops, stream, loss, losses, Some(divisor))
-}
-
-/// `loss[0] += sum of losses`, in fp64, in an order that depends only on their number.
-///
-/// # Errors
-/// Lengths do not fit, or the stream failed.
-pub fn add_sum(
-    ops: &OpKernels,
-    stream: &CudaStream,
-    loss: DeviceSlice<f64>,
-    losses: DeviceSlice<f32>,
-) -> Result<(), OpError> {
-    add(ops, stream, loss, losses, None)
-}
-
-/// `loss[0] += sum of losses`, over the divisor if there is one.
-fn add(
+pub fn add(
     ops: &OpKernels,
     stream: &CudaStream,
     loss: DeviceSlice<f64>,
@@ -215,6 +176,9 @@ fn add(
     divisor: Option<DeviceSlice<f64>>,
 ) -> Result<(), OpError> {
     check_len("sum of losses: loss", loss.len(), 1)?;
+    if let Some(divisor) = divisor {
+        check_len("sum of losses: divisor", divisor.len(), 1)?;
+    }
     let rows = size("sum of losses: losses", losses.len())?;
     let args = [
         loss.into(),
@@ -222,14 +186,7 @@ fn add(
         rows.into(),
         divisor.map_or(0u64.into(), Into::into),
     ];
+    let shape = Shape::blocks(1, SUM_BLOCK);
     // SAFETY: the parameters of add_losses.
-    unsafe {
-        ops.launch(
-            stream,
-            "sum of losses",
-            "add_losses",
-            Shape::blocks(1, SUM_BLOCK),
-            args,
-        )
-    }
+    unsafe { ops.launch(stream, "sum of losses", "add_losses", shape, args) }
 }

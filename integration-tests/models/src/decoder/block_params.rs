@@ -1,10 +1,8 @@
 //! The parameters of a block, by their use.
 
-/// Parameters of a block.
-pub(crate) const BLOCK_PARAMS: usize = 13;
-
 /// Something for each parameter of a block, such as its elements; empty for those that the family does
 /// not have. A norm has a gain and a bias, a linear layer a matrix and a bias.
+#[derive(Clone)]
 pub(crate) struct BlockParams<P> {
     pub(crate) norm1: [P; 2],
     pub(crate) qkv: [P; 2],
@@ -17,31 +15,16 @@ pub(crate) struct BlockParams<P> {
 }
 
 impl<P> BlockParams<P> {
-    /// Those in the order of the unit.
-    pub(crate) fn new(in_order: [P; BLOCK_PARAMS]) -> Self {
-        let [
-            gain1,
-            bias1,
-            qkv,
-            qkv_bias,
-            qk_norm,
-            output,
-            output_bias,
-            gain2,
-            bias2,
-            up,
-            up_bias,
-            down,
-            down_bias,
-        ] = in_order;
-        Self {
-            norm1: [gain1, bias1],
-            qkv: [qkv, qkv_bias],
-            qk_norm,
-            output: [output, output_bias],
-            norm2: [gain2, bias2],
-            up: [up, up_bias],
-            down: [down, down_bias],
+    /// Calls `of` with each, in the order of the unit.
+    pub(crate) fn map<Q>(self, mut of: impl FnMut(P) -> Q) -> BlockParams<Q> {
+        BlockParams {
+            norm1: self.norm1.map(&mut of),
+            qkv: self.qkv.map(&mut of),
+            qk_norm: of(self.qk_norm),
+            output: self.output.map(&mut of),
+            norm2: self.norm2.map(&mut of),
+            up: self.up.map(&mut of),
+            down: self.down.map(&mut of),
         }
     }
 

@@ -6,7 +6,7 @@
 
 use zero_shard::{ParamSpec, TensorCut, UnitSpec};
 
-use super::block_params::BLOCK_PARAMS;
+use super::block_params::BlockParams;
 use crate::config::rope::Rope;
 use crate::ops::Heads;
 use crate::ops::linear::MatrixOrder;
@@ -252,7 +252,7 @@ impl DecoderConfig {
                 .sum()
         };
         of(self.embedding_params())
-            + self.layers as u128 * of(self.block_params(0).concat())
+            + self.layers as u128 * of(self.params_of_block(0))
             + of(self.head_params())
     }
 
@@ -264,7 +264,7 @@ impl DecoderConfig {
         let mut units = Vec::with_capacity(self.layers + 2);
         units.push(UnitSpec::new("embedding", self.embedding_params()));
         for layer in 0..self.layers {
-            let params = self.block_params(layer).concat();
+            let params = self.params_of_block(layer);
             units.push(UnitSpec::new(format!("block.{layer}"), params));
         }
         units.push(UnitSpec::new("head", self.head_params()));
@@ -304,9 +304,15 @@ impl DecoderConfig {
         (!self.tied_head).then(|| ParamSpec::new(HEAD, shape))
     }
 
-    /// The parameters of a block in the order of [`BlockParams::new`](super::block_params::BlockParams::new):
-    /// each is one or several tensors, or none.
-    pub(crate) fn block_params(&self, layer: usize) -> [Vec<ParamSpec>; BLOCK_PARAMS] {
+    /// All parameters of a block, in the order of the unit.
+    fn params_of_block(&self, layer: usize) -> Vec<ParamSpec> {
+        let mut all = Vec::new();
+        self.block_params(layer).map(|params| all.extend(params));
+        all
+    }
+
+    /// The parameters of a block: each is one or several tensors, or none.
+    pub(crate) fn block_params(&self, layer: usize) -> BlockParams<Vec<ParamSpec>> {
         let names = self.names;
         let name = |module: &str| format!("{}{layer}.{module}", names.block);
         // The weights of the modules of a linear layer, then their biases.
@@ -341,27 +347,15 @@ impl DecoderConfig {
             ParamSpec::new(format!("{}.weight", name(module)), [wide(self.head_dim)])
         });
 
-        let [norm1_gain, norm1_bias] = self.norm_params(&name(names.norm1));
-        let [qkv_weight, qkv_bias] = linear(names.qkv, c, &qkv, self.biases.qkv);
-        let [output_weight, output_bias] = linear(&[names.output], q, &[c], self.biases.output);
-        let [norm2_gain, norm2_bias] = self.norm_params(&name(names.norm2));
-        let [up_weight, up_bias] = linear(names.up, c, &up, self.biases.mlp);
-        let [down_weight, down_bias] = linear(&[names.down], self.inner, &[c], self.biases.mlp);
-        [
-            norm1_gain,
-            norm1_bias,
-            qkv_weight,
-            qkv_bias,
-            gains.collect(),
-            output_weight,
-            output_bias,
-            norm2_gain,
-            norm2_bias,
-            up_weight,
-            up_bias,
-            down_weight,
-            down_bias,
-        ]
+        BlockParams {
+            norm1: self.norm_params(&name(names.norm1)),
+            qkv: linear(names.qkv, c, &qkv, self.biases.qkv),
+            qk_norm: gains.collect(),
+            output: linear(&[names.output], q, &[c], self.biases.output),
+            norm2: self.norm_params(&name(names.norm2)),
+            up: linear(names.up, c, &up, self.biases.mlp),
+            down: linear(&[names.down], self.inner, &[c], self.biases.mlp),
+        }
     }
 
     /// How tensor parallelism cuts the parameter of this name.

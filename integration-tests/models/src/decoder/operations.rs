@@ -116,7 +116,7 @@ impl Operations {
     /// The block of a pass.
     fn block<'a>(&'a self, p: &Flat<'a>) -> Block<'a, Linear<'a>> {
         let config = &self.config;
-        let of = BlockParams::new(p.params(&p.ranges.block));
+        let of = p.ranges.block.clone().map(|range| &p.flats[0][range]);
         let linear = |[weight, bias]: [&'a [f32]; 2], outputs: usize| Linear {
             weight,
             bias,
@@ -279,7 +279,7 @@ impl Operations {
     /// Places in the partial sums of the gradients of norms, in the order of [`BlockParams::norms`];
     /// empty where the gradient itself is added to.
     fn partial(&self, p: &Flat<'_>) -> [Range<usize>; 5] {
-        let mut of = BlockParams::new(p.ranges.block.clone());
+        let mut of = p.ranges.block.clone();
         let is_cut = self.tensor.ranks > 1;
         let divides = self.options.sequence_parallel;
         let mut is_partial = [is_cut, divides, divides, divides, divides].into_iter();
@@ -301,8 +301,8 @@ impl Operations {
         sums: &'g mut [f32],
         p: &Flat<'_>,
     ) -> BlockParams<&'g mut [f32]> {
-        let mut places = BlockParams::new(split_ranges(grad, &p.ranges.block));
-        let sums = split_ranges(sums, &self.partial(p));
+        let mut places = p.ranges.block.clone().map(split_ranges(grad));
+        let sums = self.partial(p).map(split_ranges(sums));
         for (place, sums) in places.norms().into_iter().zip(sums) {
             if !sums.is_empty() {
                 *place = sums;
@@ -313,8 +313,8 @@ impl Operations {
 
     /// Adds the partial sums to the unit's gradient.
     pub(super) fn add_partial_sums(&self, grad: &mut [f32], sums: &mut [f32], p: &Flat<'_>) {
-        let mut grads = BlockParams::new(split_ranges(grad, &p.ranges.block));
-        let sums = split_ranges(sums, &self.partial(p));
+        let mut grads = p.ranges.block.clone().map(split_ranges(grad));
+        let sums = self.partial(p).map(split_ranges(sums));
         for (grad, sums) in grads.norms().into_iter().zip(sums) {
             add(grad, sums);
         }
@@ -457,7 +457,7 @@ impl Operations {
         let local = self.tensor.of_batch(p.batch, config.vocab);
         let padding = self.tensor.padding(config);
         let ranges = [p.ranges.tokens.clone(), p.ranges.positions.clone()];
-        let [dtokens, dpositions] = split_ranges(grad, &ranges);
+        let [dtokens, dpositions] = ranges.map(split_ranges(grad));
         embedding::backward_tokens(dtokens, &local, dx, c, padding);
         if !dpositions.is_empty() {
             embedding::backward_positions(dpositions, self.rows(p, &local), dx, c);

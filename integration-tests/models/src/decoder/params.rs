@@ -9,7 +9,7 @@ use zero_kernels::{Float, host};
 use zero_shard::{ParamSpec, UnitSpec};
 use zero_trainer::Batch;
 
-use super::block_params::BLOCK_PARAMS;
+use super::block_params::BlockParams;
 use super::config::DecoderConfig;
 use crate::ops::dropout::Draws;
 use crate::ops::rows_per_thread;
@@ -19,8 +19,7 @@ use crate::ops::rows_per_thread;
 pub(crate) struct ParamRanges {
     pub(crate) tokens: Range<usize>,
     pub(crate) positions: Range<usize>,
-    /// In the order of [`BlockParams::new`](super::block_params::BlockParams::new).
-    pub(crate) block: [Range<usize>; BLOCK_PARAMS],
+    pub(crate) block: BlockParams<Range<usize>>,
     /// The gain and the bias of the last norm.
     pub(crate) norm: [Range<usize>; 2],
     /// The matrix of an untied head.
@@ -60,24 +59,24 @@ fn range_of(unit: Option<&UnitSpec>, params: &[ParamSpec]) -> Range<usize> {
     found.unwrap_or_default()
 }
 
-/// The elements of each range; the ranges do not overlap.
-pub(crate) fn split_ranges<'a, const N: usize>(
-    flat: &'a mut [f32],
-    ranges: &[Range<usize>; N],
-) -> [&'a mut [f32]; N] {
-    let mut order: [usize; N] = std::array::from_fn(|i| i);
-    order.sort_unstable_by_key(|&i| (ranges[i].start, ranges[i].end));
-    let mut parts = [const { None }; N];
-    let mut rest = flat;
-    let mut at = 0;
-    for i in order {
-        let (_, tail) = std::mem::take(&mut rest).split_at_mut(ranges[i].start - at);
-        let (part, tail) = tail.split_at_mut(ranges[i].len());
-        rest = tail;
-        at = ranges[i].end;
-        parts[i] = Some(part);
+/// Takes ranges of `flat` that do not overlap, in any order: cut units begin with what is cut.
+pub(crate) fn split_ranges<'a>(flat: &'a mut [f32]) -> impl FnMut(Range<usize>) -> &'a mut [f32] {
+    // The parts that are left, with their places.
+    let mut left = vec![(0, flat)];
+    move |range| {
+        if range.is_empty() {
+            return Default::default();
+        }
+        let is_in =
+            |(at, part): &(usize, &mut [f32])| *at <= range.start && range.end <= at + part.len();
+        // Without such a part the splits below panic.
+        let found = left.iter().position(is_in).unwrap_or_default();
+        let (at, part) = left.swap_remove(found);
+        let (before, part) = part.split_at_mut(range.start - at);
+        let (part, after) = part.split_at_mut(range.len());
+        left.extend([(at, before), (range.end, after)]);
+        part
     }
-    parts.map(Option::unwrap_or_default)
 }
 
 /// The flat parameters of a pass in fp32, of the units that it reads, and its inputs.

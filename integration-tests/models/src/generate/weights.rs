@@ -7,7 +7,6 @@ use zero_trainer::ModelError;
 use super::WeightSource;
 use super::matrix::Matrix;
 use crate::decoder::block::{Block, Layer};
-use crate::decoder::block_params::BlockParams;
 use crate::decoder::config::DecoderConfig;
 use crate::ops::linear::{MatrixOrder, add_rows};
 use crate::ops::norm::Norm;
@@ -187,7 +186,7 @@ impl Reader<'_> {
 
     fn block(&self, layer: usize) -> Result<BlockWeights, ModelError> {
         let config = self.config;
-        let of = BlockParams::new(config.block_params(layer));
+        let of = config.block_params(layer);
         Ok(BlockWeights {
             norm1: self.norm(of.norm1)?,
             qkv: self.linear(of.qkv, config.width)?,

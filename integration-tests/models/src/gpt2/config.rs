@@ -7,15 +7,14 @@
 //! token.
 //!
 //! ```
-//! use zero_models::gpt2::config::GptConfig;
+//! use zero_models::ModelConfig;
 //!
-//! let config = GptConfig::preset("gpt2-124m").unwrap();
+//! let config = ModelConfig::preset("gpt2-124m").unwrap();
 //! assert_eq!(config.parameter_count(), 124_439_808);
-//! assert_eq!(config.units().len(), 1 + config.n_layer + 1);
+//! assert_eq!(config.units().len(), 1 + config.layers() + 1);
 //! ```
 
 use serde_json::Value;
-use zero_shard::UnitSpec;
 use zero_trainer::ModelError;
 
 use crate::config::init::Rule;
@@ -177,19 +176,6 @@ impl GptConfig {
         self.n_embd / self.n_head.max(1)
     }
 
-    /// Elements of all parameters: Ψ of the formulas.
-    pub fn parameter_count(&self) -> u64 {
-        self.decoder().elems() as u64
-    }
-
-    /// The units in forward order: `embedding`, `block.0` .. and `head`.
-    ///
-    /// With a tied head, `head` has only the last layer norm, and the head's product reads
-    /// `transformer.wte.weight` of `embedding`.
-    pub fn units(&self) -> Vec<UnitSpec> {
-        self.decoder().units()
-    }
-
     /// The decoder of this shape.
     pub(crate) fn decoder(&self) -> DecoderConfig {
         DecoderConfig {
@@ -245,70 +231,8 @@ const NAMES: Names = Names {
 
 #[cfg(test)]
 mod tests {
-    use zero_shard::ParamSpec;
-
     use super::*;
     use crate::config::MAX_LAYERS;
-
-    fn param(config: &GptConfig, name: &str) -> Option<ParamSpec> {
-        let units = config.units();
-        let mut params = units.into_iter().flat_map(|unit| unit.params);
-        params.find(|param| param.name == name)
-    }
-
-    fn sum_of_units(config: &GptConfig) -> u64 {
-        config
-            .units()
-            .iter()
-            .flat_map(|u| &u.params)
-            .map(|p| p.shape.iter().product::<u64>())
-            .sum()
-    }
-
-    #[test]
-    fn presets_have_hugging_face_parameter_counts() {
-        let expected = [
-            ("gpt2-124m", 124_439_808),
-            ("gpt2-350m", 354_823_168),
-            ("gpt2-774m", 774_030_080),
-            ("gpt2-1.5b", 1_557_611_200),
-        ];
-        for (name, count) in expected {
-            assert_eq!(
-                GptConfig::preset(name).unwrap().parameter_count(),
-                count,
-                "{name}"
-            );
-        }
-    }
-
-    #[test]
-    fn presets_are_valid_and_units_complete() {
-        for name in ["nano", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b"] {
-            let config = GptConfig::preset(name).unwrap();
-            config.validate().unwrap();
-            assert_eq!(sum_of_units(&config), config.parameter_count(), "{name}");
-            assert_eq!(config.units().len(), config.n_layer + 2);
-            zero_shard::Layout::new(&config.units(), 3, 64).unwrap();
-        }
-    }
-
-    #[test]
-    fn only_an_untied_head_has_a_matrix() {
-        let tied = GptConfig::preset("nano").unwrap();
-        let untied = GptConfig {
-            tied_head: false,
-            ..tied.clone()
-        };
-        assert_eq!(param(&tied, "lm_head.weight"), None);
-        assert_eq!(param(&untied, "lm_head.weight").unwrap().shape, [256, 128]);
-        assert_eq!(untied.parameter_count(), tied.parameter_count() + 256 * 128);
-        assert_eq!(sum_of_units(&untied), untied.parameter_count());
-        assert_eq!(
-            untied.units().last().unwrap().params.last().unwrap().name,
-            "lm_head.weight"
-        );
-    }
 
     #[test]
     fn each_wrong_shape_is_its_own_error() {

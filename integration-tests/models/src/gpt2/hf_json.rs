@@ -1,11 +1,10 @@
 //! Conversion between a model's shape and the `config.json` of a Hugging Face GPT-2 folder.
 
 use crate::config::ConfigError;
-use crate::config::json::Keys;
+use crate::config::json::{self, Keys, decimal};
 use crate::gpt2::config::GptConfig;
 use crate::ops::activation::Activation;
-use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{Value, json};
 
 impl GptConfig {
     /// The configuration in a GPT-2 `config.json`, and warnings about defaults that change training.
@@ -27,8 +26,7 @@ impl GptConfig {
         )?;
         keys.expect("add_cross_attention", |v| v == false, "false")?;
 
-        let dropout = |key| Ok::<_, ConfigError>(keys.number(key)?.unwrap_or(DEFAULT_PDROP) as f32);
-        let flag = |key| Ok::<_, ConfigError>(keys.flag(key)?.unwrap_or(false));
+        let dropout = |key| keys.number_or(key, DEFAULT_PDROP);
         let n_embd = keys.size("n_embd")?;
         let config = Self {
             vocab_size: keys.size("vocab_size")?,
@@ -36,13 +34,10 @@ impl GptConfig {
             n_embd,
             n_layer: keys.size("n_layer")?,
             n_head: keys.size("n_head")?,
-            n_inner: match keys.get("n_inner") {
-                None => n_embd.saturating_mul(4),
-                Some(_) => keys.size("n_inner")?,
-            },
-            layer_norm_epsilon: keys.number("layer_norm_epsilon")?.unwrap_or(1e-5) as f32,
-            tied_head: keys.flag("tie_word_embeddings")?.unwrap_or(true),
-            initializer_range: keys.number("initializer_range")?.unwrap_or(0.02) as f32,
+            n_inner: keys.size_or("n_inner", n_embd.saturating_mul(4))?,
+            layer_norm_epsilon: keys.number_or("layer_norm_epsilon", 1e-5)?,
+            tied_head: keys.flag_or("tie_word_embeddings", true)?,
+            initializer_range: keys.number_or("initializer_range", 0.02)?,
             activation: keys
                 .get("activation_function")
                 .and_then(activation)
@@ -50,9 +45,9 @@ impl GptConfig {
             resid_pdrop: dropout("resid_pdrop")?,
             embd_pdrop: dropout("embd_pdrop")?,
             attn_pdrop: dropout("attn_pdrop")?,
-            scale_attn_weights: keys.flag("scale_attn_weights")?.unwrap_or(true),
-            scale_attn_by_inverse_layer_idx: flag("scale_attn_by_inverse_layer_idx")?,
-            reorder_and_upcast_attn: flag("reorder_and_upcast_attn")?,
+            scale_attn_weights: keys.flag_or("scale_attn_weights", true)?,
+            scale_attn_by_inverse_layer_idx: keys.flag_or(INVERSE_LAYER, false)?,
+            reorder_and_upcast_attn: keys.flag_or(UPCAST, false)?,
             special_tokens: keys.special_tokens(),
         };
 
@@ -65,41 +60,41 @@ impl GptConfig {
     /// `dtype` is Hugging Face's name of the type of the stored weights: `float32`, `float16` or
     /// `bfloat16`.
     pub(crate) fn to_hf_json(&self, dtype: &str) -> String {
-        let file = HfConfig {
-            activation_function: self.activation.name(),
-            architectures: ["GPT2LMHeadModel"],
-            attn_pdrop: self.attn_pdrop,
-            embd_pdrop: self.embd_pdrop,
-            initializer_range: self.initializer_range,
-            layer_norm_epsilon: self.layer_norm_epsilon,
-            model_type: "gpt2",
-            n_ctx: self.n_positions,
-            n_embd: self.n_embd,
-            n_head: self.n_head,
-            n_inner: self.n_inner,
-            n_layer: self.n_layer,
-            n_positions: self.n_positions,
-            reorder_and_upcast_attn: self.reorder_and_upcast_attn,
-            resid_pdrop: self.resid_pdrop,
-            scale_attn_by_inverse_layer_idx: self.scale_attn_by_inverse_layer_idx,
-            scale_attn_weights: self.scale_attn_weights,
-            tie_word_embeddings: self.tied_head,
-            torch_dtype: dtype,
-            vocab_size: self.vocab_size,
-            special_tokens: self.special_tokens().collect(),
-        };
-
-        // Serializing numbers, flags and strings does not fail.
-        serde_json::to_string_pretty(&file).unwrap_or_default() + "\n"
+        let mut keys = json!({
+            "activation_function": self.activation.name(),
+            "architectures": ["GPT2LMHeadModel"],
+            "attn_pdrop": decimal(self.attn_pdrop),
+            "embd_pdrop": decimal(self.embd_pdrop),
+            "initializer_range": decimal(self.initializer_range),
+            "layer_norm_epsilon": decimal(self.layer_norm_epsilon),
+            "model_type": "gpt2",
+            "n_ctx": self.n_positions,
+            "n_embd": self.n_embd,
+            "n_head": self.n_head,
+            "n_inner": self.n_inner,
+            "n_layer": self.n_layer,
+            "n_positions": self.n_positions,
+            "resid_pdrop": decimal(self.resid_pdrop),
+            "scale_attn_weights": self.scale_attn_weights,
+            "tie_word_embeddings": self.tied_head,
+            "torch_dtype": dtype,
+            "vocab_size": self.vocab_size,
+        });
+        // Defaults are not written, as in folders of earlier versions.
+        for (key, flag) in [
+            (INVERSE_LAYER, self.scale_attn_by_inverse_layer_idx),
+            (UPCAST, self.reorder_and_upcast_attn),
+        ] {
+            if flag {
+                keys[key] = true.into();
+            }
+        }
+        json::text(keys, &self.special_tokens)
     }
 }
 
-impl GptConfig {
-    fn special_tokens(&self) -> impl Iterator<Item = (String, Value)> {
-        let tokens = self.special_tokens.iter();
-        tokens.map(|(key, value)| ((*key).to_owned(), value.clone()))
-    }
-}
+const INVERSE_LAYER: &str = "scale_attn_by_inverse_layer_idx";
+const UPCAST: &str = "reorder_and_upcast_attn";
 
 /// The probabilities of dropout in transformers' `GPT2Config`.
 const DEFAULT_PDROP: f64 = 0.1;
@@ -118,39 +113,6 @@ fn warnings(keys: &Keys) -> Vec<String> {
     vec![format!(
         "the model's config.json has no {missing}: training has GPT-2's dropout of {DEFAULT_PDROP} unless --dropout sets another"
     )]
-}
-
-/// The default of keys that are not written then, as in folders of earlier versions.
-fn is_default(flag: &bool) -> bool {
-    !flag
-}
-
-#[derive(Serialize)]
-struct HfConfig<'a> {
-    activation_function: &'a str,
-    architectures: [&'a str; 1],
-    attn_pdrop: f32,
-    embd_pdrop: f32,
-    initializer_range: f32,
-    layer_norm_epsilon: f32,
-    model_type: &'a str,
-    n_ctx: usize,
-    n_embd: usize,
-    n_head: usize,
-    n_inner: usize,
-    n_layer: usize,
-    n_positions: usize,
-    #[serde(skip_serializing_if = "is_default")]
-    reorder_and_upcast_attn: bool,
-    resid_pdrop: f32,
-    #[serde(skip_serializing_if = "is_default")]
-    scale_attn_by_inverse_layer_idx: bool,
-    scale_attn_weights: bool,
-    tie_word_embeddings: bool,
-    torch_dtype: &'a str,
-    vocab_size: usize,
-    #[serde(flatten)]
-    special_tokens: Map<String, Value>,
 }
 
 #[cfg(test)]

@@ -31,7 +31,10 @@ fn tiny() -> GptConfig {
 
 /// All parameters with their initial values.
 fn params(config: &GptConfig) -> Vec<Tensor> {
-    let specs = config.units().into_iter().flat_map(|u| u.params);
+    let specs = ModelConfig::from(config.clone())
+        .units()
+        .into_iter()
+        .flat_map(|u| u.params);
     let fill = |p: zero_shard::ParamSpec| {
         let n: u64 = p.shape.iter().product();
         let mut values = vec![0.0; n as usize];

@@ -5,7 +5,6 @@
 //! are neighbours: queries, keys and values; gate and up.
 
 use serde_json::Value;
-use zero_shard::UnitSpec;
 
 use crate::config::init::Rule;
 use crate::config::rope::Rope;
@@ -213,11 +212,6 @@ impl LlamaConfig {
         check_deviation("initializer_range", self.initializer_range)
     }
 
-    /// Elements of all parameters: Ψ of the formulas.
-    pub fn parameter_count(&self) -> u64 {
-        self.decoder().elems() as u64
-    }
-
     /// The longest sequence.
     pub fn positions(&self) -> usize {
         self.rope.positions(self.max_positions)
@@ -238,14 +232,6 @@ impl LlamaConfig {
         usize::try_from(token)
             .ok()
             .filter(|&token| token < self.vocab_size)
-    }
-
-    /// The units in forward order: `embedding`, `block.0` .. and `head`.
-    ///
-    /// With a tied head, `head` has only the last norm, and the head's product reads
-    /// `model.embed_tokens.weight` of `embedding`.
-    pub fn units(&self) -> Vec<UnitSpec> {
-        self.decoder().units()
     }
 
     /// The decoder of this shape.
@@ -315,49 +301,6 @@ const NAMES: Names = Names {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const PRESETS: [(&str, u64); 8] = [
-        ("llama2-7b", 6_738_415_616),
-        ("llama2-13b", 13_015_864_320),
-        ("llama2-70b", 68_976_648_192),
-        ("llama3-8b", 8_030_261_248),
-        ("llama3-70b", 70_553_706_496),
-        ("llama3.2-1b", 1_235_814_400),
-        ("smollm2-135m", 134_515_008),
-        ("qwen2.5-0.5b", 494_032_768),
-    ];
-
-    #[test]
-    fn presets_have_hugging_face_parameter_counts() {
-        for (name, count) in PRESETS {
-            let config = LlamaConfig::preset(name).unwrap();
-            config.validate().unwrap();
-            assert_eq!(config.parameter_count(), count, "{name}");
-        }
-    }
-
-    #[test]
-    fn the_count_is_that_of_the_units() {
-        for (name, _) in PRESETS {
-            for (family, bias) in [(Family::Llama, true), (Family::Qwen3, false)] {
-                let config = LlamaConfig {
-                    family,
-                    output_bias: bias,
-                    mlp_bias: bias,
-                    tied_head: bias,
-                    ..LlamaConfig::preset(name).unwrap()
-                };
-
-                let units = config.units();
-                let elems = |unit: &UnitSpec| -> u64 {
-                    let sizes = unit.params.iter().map(|p| p.shape.iter().product::<u64>());
-                    sizes.sum()
-                };
-                let sum: u64 = units.iter().map(elems).sum();
-                assert_eq!(sum, config.parameter_count(), "{name}");
-            }
-        }
-    }
 
     #[test]
     fn each_wrong_shape_is_its_own_error() {

@@ -4,11 +4,11 @@
 //! `rope_parameters` since version 5. Both are read; the first is written, which all versions read.
 //! In a file with both, `rope_scaling` replaces `rope_parameters`, as in transformers.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::config::{Family, LlamaConfig};
 use crate::config::ConfigError;
-use crate::config::json::Keys;
+use crate::config::json::{self, Keys, decimal};
 use crate::config::rope::{Rope, Scaling, Yarn};
 
 impl Family {
@@ -56,7 +56,7 @@ impl LlamaConfig {
         let heads = keys.size("num_attention_heads")?;
         let layers = keys.size("num_hidden_layers")?;
         let is_llama = family == Family::Llama;
-        let attention_bias = keys.flag("attention_bias")?.unwrap_or(false);
+        let attention_bias = keys.flag_or("attention_bias", false)?;
         let chosen_bias = attention_bias && matches!(family, Family::Llama | Family::Qwen3);
         let (window, windowed) = windows(family, keys, layers)?;
         let max_positions = keys.size("max_position_embeddings")?;
@@ -72,22 +72,21 @@ impl LlamaConfig {
                 None if is_llama => heads,
                 _ => keys.size("num_key_value_heads")?,
             },
-            head_dim: match keys.get("head_dim") {
-                None if family == Family::Qwen3 => 128,
-                None => hidden / heads.max(1),
-                Some(_) => keys.size("head_dim")?,
+            head_dim: match family {
+                Family::Qwen3 => keys.size_or("head_dim", 128)?,
+                _ => keys.size_or("head_dim", hidden / heads.max(1))?,
             },
             intermediate: keys.size("intermediate_size")?,
-            rms_norm_eps: keys.number("rms_norm_eps")?.unwrap_or(1e-6) as f32,
+            rms_norm_eps: keys.number_or("rms_norm_eps", 1e-6)?,
             rope: rope(keys, max_positions, &mut warnings)?,
             qkv_bias: chosen_bias || family == Family::Qwen2,
             output_bias: chosen_bias,
-            mlp_bias: is_llama && keys.flag("mlp_bias")?.unwrap_or(false),
+            mlp_bias: is_llama && keys.flag_or("mlp_bias", false)?,
             window,
             windowed,
-            tied_head: keys.flag("tie_word_embeddings")?.unwrap_or(false),
-            initializer_range: keys.number("initializer_range")?.unwrap_or(0.02) as f32,
-            attention_dropout: keys.number("attention_dropout")?.unwrap_or(0.0) as f32,
+            tied_head: keys.flag_or("tie_word_embeddings", false)?,
+            initializer_range: keys.number_or("initializer_range", 0.02)?,
+            attention_dropout: keys.number_or("attention_dropout", 0.0)?,
             special_tokens: keys.special_tokens(),
         };
 
@@ -101,7 +100,7 @@ impl LlamaConfig {
     /// `bfloat16`.
     pub(crate) fn to_hf_json(&self, dtype: &str) -> String {
         let [model_type, class] = self.family.names();
-        let mut file = json!({
+        let keys = json!({
             "architectures": [class],
             "attention_dropout": decimal(self.attention_dropout),
             "head_dim": self.head_dim,
@@ -122,49 +121,33 @@ impl LlamaConfig {
             "vocab_size": self.vocab_size,
         });
 
-        let keys = file.as_object_mut().map(std::mem::take).unwrap_or_default();
-        let keys = self.with_family_keys(keys);
-        // Serializing numbers, flags and strings does not fail.
-        serde_json::to_string_pretty(&keys).unwrap_or_default() + "\n"
+        json::text(self.with_family_keys(keys), &self.special_tokens)
     }
 
-    fn with_family_keys(&self, mut keys: Map<String, Value>) -> Map<String, Value> {
-        let mut set = |key: &str, value: Value| {
-            keys.insert(key.to_owned(), value);
-        };
-
+    fn with_family_keys(&self, mut keys: Value) -> Value {
         match self.family {
             Family::Llama => {
-                set("attention_bias", self.output_bias.into());
-                set("mlp_bias", self.mlp_bias.into());
+                keys["attention_bias"] = self.output_bias.into();
+                keys["mlp_bias"] = self.mlp_bias.into();
             }
-            Family::Mistral => set("sliding_window", self.window.into()),
+            Family::Mistral => keys["sliding_window"] = self.window.into(),
             Family::Qwen2 | Family::Qwen3 => {
                 if self.family == Family::Qwen3 {
-                    set("attention_bias", self.output_bias.into());
+                    keys["attention_bias"] = self.output_bias.into();
                 }
-                set("use_sliding_window", self.window.is_some().into());
-                set("sliding_window", self.window.into());
+                keys["use_sliding_window"] = self.window.is_some().into();
+                keys["sliding_window"] = self.window.into();
                 let name = |windowed: &bool| match windowed {
                     true => SLIDING,
                     false => FULL,
                 };
                 if self.window.is_some() {
-                    set("layer_types", self.windowed.iter().map(name).collect());
+                    keys["layer_types"] = self.windowed.iter().map(name).collect();
                 }
             }
         }
-
-        for (key, value) in &self.special_tokens {
-            set(key, value.clone());
-        }
         keys
     }
-}
-
-/// The number whose shortest decimal is that of `value`.
-fn decimal(value: f32) -> f64 {
-    value.to_string().parse().unwrap_or(f64::from(value))
 }
 
 /// The kinds of a layer's attention in `layer_types`.
@@ -181,7 +164,7 @@ fn windows(
     let used = match family {
         Family::Llama => false,
         Family::Mistral => true,
-        Family::Qwen2 | Family::Qwen3 => keys.flag("use_sliding_window")?.unwrap_or(false),
+        Family::Qwen2 | Family::Qwen3 => keys.flag_or("use_sliding_window", false)?,
     };
     if !used || keys.get("sliding_window").is_none() {
         return Ok((None, Vec::new()));
@@ -191,10 +174,7 @@ fn windows(
     let windowed = match keys.get("layer_types") {
         Some(types) if is_qwen => layer_types(types, layers)?,
         _ if is_qwen => {
-            let full = match keys.get("max_window_layers") {
-                None => 28,
-                Some(_) => keys.size("max_window_layers")?,
-            };
+            let full = keys.size_or("max_window_layers", 28)?;
             (0..layers).map(|layer| layer >= full).collect()
         }
         _ => vec![true; layers.min(crate::config::MAX_LAYERS)],
@@ -274,10 +254,7 @@ fn rope(
         Some(_) => keys,
         None => &chosen,
     };
-    let original = match holder.get(ORIGINAL) {
-        Some(_) => holder.size(ORIGINAL)?,
-        None => max_positions,
-    };
+    let original = holder.size_or(ORIGINAL, max_positions)?;
     Ok(Rope {
         theta,
         scaling: Scaling::from_keys(&chosen, original, max_positions)?,

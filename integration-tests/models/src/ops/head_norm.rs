@@ -33,23 +33,11 @@ pub fn forward(
             for ((qkv, raw), stats) in rows {
                 let normed = &mut qkv[..heads.turned_elems()];
                 raw.copy_from_slice(normed);
-                let [of_queries, of_keys] = heads.split();
-                let [stats_q, stats_k] = stats.split_at_mut(heads.queries).into();
-                let (q_gain, k_gain) = gains.split_at(heads.d);
-                rms_rows(
-                    &mut normed[of_queries.clone()],
-                    stats_q,
-                    &raw[of_queries],
-                    q_gain,
-                    eps,
-                );
-                rms_rows(
-                    &mut normed[of_keys.clone()],
-                    stats_k,
-                    &raw[of_keys],
-                    k_gain,
-                    eps,
-                );
+                let stats: [_; 2] = stats.split_at_mut(heads.queries).into();
+                let parts = heads.split().into_iter().zip(gains.chunks_exact(heads.d));
+                for ((part, gain), stats) in parts.zip(stats) {
+                    rms_rows(&mut normed[part.clone()], stats, &raw[part], gain, eps);
+                }
             }
         });
 }
@@ -72,7 +60,7 @@ pub fn backward(
     )
         .into_par_iter()
         .map(|(dqkv, raw, stats)| {
-            let mut part = vec![0.0; 2 * heads.d];
+            let mut dgains = vec![0.0; 2 * heads.d];
             let mut dy = vec![0.0; heads.turned_elems()];
             let rows = dqkv
                 .chunks_exact_mut(heads.width())
@@ -82,28 +70,16 @@ pub fn backward(
                 let dx = &mut dqkv[..heads.turned_elems()];
                 dy.copy_from_slice(dx);
                 dx.fill(0.0);
-                let [q, k] = heads.split();
-                let (stats_q, stats_k) = stats.split_at(heads.queries);
-                let (q_gain, k_gain) = gains.split_at(heads.d);
-                let (dq_gain, dk_gain) = part.split_at_mut(heads.d);
-                rms_rows_back(
-                    &mut dx[q.clone()],
-                    dq_gain,
-                    &dy[q.clone()],
-                    &raw[q],
-                    stats_q,
-                    q_gain,
-                );
-                rms_rows_back(
-                    &mut dx[k.clone()],
-                    dk_gain,
-                    &dy[k.clone()],
-                    &raw[k],
-                    stats_k,
-                    k_gain,
-                );
+                let stats: [_; 2] = stats.split_at(heads.queries).into();
+                let gains = gains.chunks_exact(heads.d);
+                let gains = gains.zip(dgains.chunks_exact_mut(heads.d));
+                for ((of, stats), (gain, dgain)) in heads.split().into_iter().zip(stats).zip(gains)
+                {
+                    let dx = &mut dx[of.clone()];
+                    rms_rows_back(dx, dgain, &dy[of.clone()], &raw[of], stats, gain);
+                }
             }
-            part
+            dgains
         })
         .collect();
 

@@ -25,32 +25,28 @@ fn host_device_refuses_graphs() {
     assert!(error.to_string().contains("--device cuda"), "{error}");
 }
 
+/// Asserts that a panic on rank 0 ends the run on all ranks, with an error that names it.
+pub(super) fn death_ends_all(case: &Case) {
+    for panic_at in [0, 2] {
+        let mut toy = Toy::new(&[vec![40], vec![7], vec![100]], true);
+        toy.panic_at = Some(panic_at);
+        let error = case.refusal_of(&toy);
+        assert!(
+            error.contains("rank 0") && error.contains("panic requested"),
+            "{case:?}: {error}"
+        );
+    }
+}
+
 #[test]
 fn panic_ends_the_run_and_names_the_rank() {
     for stage in 0..4 {
         for ranks in [1, 4] {
-            for panic_at in [0, 2] {
-                let mut toy = Toy::new(&[vec![40], vec![7], vec![100]], true);
-                toy.panic_at = Some(panic_at);
-                let error = match (Case {
-                    stage,
-                    ranks,
-                    ..Case::default()
-                })
-                .try_run(&toy)
-                {
-                    Ok(_) => panic!("stage {stage}, {ranks} ranks: the run went on"),
-                    Err(error) => error.to_string(),
-                };
-                assert!(
-                    error.contains("rank 0"),
-                    "stage {stage}, {ranks} ranks: {error}"
-                );
-                assert!(
-                    error.contains("panic requested"),
-                    "stage {stage}, {ranks} ranks: {error}"
-                );
-            }
+            death_ends_all(&Case {
+                stage,
+                ranks,
+                ..Case::default()
+            });
         }
     }
 }

@@ -7,10 +7,10 @@ use half::bf16;
 use zero_alloc::device::{AnySlice, DType};
 use zero_comm::{WireCast, WireCodec};
 use zero_kernels::KernelError;
-use zero_shard::WireFormat;
+use zero_shard::{Sharding, WireFormat};
 use zero_trainer::{CommBytes, MeshSettings, Settings};
 
-use super::support::{Case, Outcome};
+use super::support::{Case, Outcome, groups_of};
 use super::toy::Toy;
 
 #[derive(Debug)]
@@ -67,11 +67,7 @@ fn run(case: &Case, settings: &Settings) -> (Outcome, Read) {
 
 #[test]
 fn weights_are_rounded_alike_and_shards_stay_fp32() {
-    let halves = MeshSettings {
-        shard_group: Some(2),
-        sharding: zero_shard::Sharding::Hybrid,
-        ..MeshSettings::default()
-    };
+    let halves = groups_of(2, Sharding::Hybrid);
     for (ranks, mesh) in [
         (2, MeshSettings::default()),
         (4, MeshSettings::default()),

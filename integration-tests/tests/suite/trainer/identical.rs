@@ -2,17 +2,13 @@
 //! if all reduce every micro-batch; stages 0 and 1, which by default reduce once a step, agree with
 //! each other.
 
-use std::sync::Arc;
-
 use proptest::prelude::*;
 use zero_alloc::device::DType;
-use zero_alloc::host::HostDevice;
-use zero_comm::threads::World;
-use zero_comm::{CommOptions, Communicator};
-use zero_trainer::{Home, OffloadSettings, run_on_host_device};
+use zero_trainer::Home;
 
-use super::support::{Case, Outcome};
-use super::toy::Toy;
+use super::on_ranks;
+use super::support::{Case, Outcome, homes};
+use super::toy::{Toy, toys};
 
 pub(super) fn same(a: &Outcome, b: &Outcome, what: &str) {
     assert_eq!(a.curve(), b.curve(), "{what}: losses and norms");
@@ -22,6 +18,24 @@ pub(super) fn same(a: &Outcome, b: &Outcome, what: &str) {
     for (name, bits) in &a {
         assert!(bits == &b[name], "{what}: {name}");
     }
+}
+
+/// Asserts that all cases have the bits of the first, which is returned.
+pub(super) fn all_same(cases: impl IntoIterator<Item = Case>) -> Outcome {
+    all_same_with(cases, Case::run_tiny)
+}
+
+/// As [`all_same`], with other runs.
+pub(super) fn all_same_with(
+    cases: impl IntoIterator<Item = Case>,
+    run: impl Fn(&Case) -> Outcome,
+) -> Outcome {
+    let mut cases = cases.into_iter();
+    let first = run(&cases.next().unwrap());
+    for case in cases {
+        same(&first, &run(&case), &format!("{case:?}"));
+    }
+    first
 }
 
 /// Compares stage 0 and its default switches with every stage and each switch.
@@ -38,33 +52,21 @@ fn stages_agree(dtype: DType, grad_accum: usize, ranks: usize) {
 }
 
 fn agree(base: &Case, stages: std::ops::Range<u64>) -> Outcome {
-    let reference = base.run_tiny();
+    let mut cases = vec![base.clone()];
+    for stage in stages {
+        let at_stage = base.with(|case| case.stage = stage);
+        cases.push(at_stage.clone());
+        cases.push(at_stage.with(|case| case.overlap = false));
+        cases.push(at_stage.with(|case| case.activation_checkpointing = true));
+        // Buckets that split units into odd pieces, and one that holds every unit whole.
+        cases.push(at_stage.with(|case| case.bucket_elems = 1000));
+        cases.push(at_stage.with(|case| case.bucket_elems = 1 << 20));
+    }
+    let reference = all_same(cases);
     assert!(
         reference.steps.iter().any(|s| !s.skipped),
         "nothing was trained"
     );
-
-    for stage in stages {
-        for (overlap, activation_checkpointing) in [(true, false), (false, false), (true, true)] {
-            let case = Case {
-                stage,
-                overlap,
-                activation_checkpointing,
-                ..base.clone()
-            };
-            same(&reference, &case.run_tiny(), &format!("{case:?}"));
-        }
-        // Buckets that split units into odd pieces, and one that holds every unit whole.
-        for bucket_elems in [1000, 1 << 20] {
-            let case = Case {
-                stage,
-                bucket_elems,
-                ..base.clone()
-            };
-            same(&reference, &case.run_tiny(), &format!("{case:?}"));
-        }
-    }
-
     reference
 }
 
@@ -136,10 +138,7 @@ fn written_gradients_agree() {
             (50, Home::Device),
             (1 << 10, Home::Host),
         ] {
-            let offload = OffloadSettings {
-                optimizer: offload,
-                ..OffloadSettings::default()
-            };
+            let offload = homes(offload, Home::Device);
             let base = Case {
                 ranks,
                 dtype,
@@ -170,42 +169,17 @@ fn no_wait_is_missing() {
     for (writes, grad_accum) in [(true, 1), (false, 3)] {
         let toy = Toy::new(&units, true);
         let toy = if writes { toy.writing() } else { toy };
-        for (stage, optimizer) in
-            (0..4).flat_map(|stage| [(stage, Home::Device), (stage, Home::Host)])
-        {
-            for seed in 0..3 {
-                let offload = OffloadSettings {
-                    optimizer: optimizer.clone(),
-                    ..OffloadSettings::default()
-                };
+        for (stage, seed) in (0..4).flat_map(|stage| (0..3).map(move |seed| (stage, seed))) {
+            for optimizer in [Home::Device, Home::Host] {
                 let case = Case {
                     ranks: 1,
                     stage,
                     dtype: DType::Bf16,
                     grad_accum,
-                    offload,
+                    offload: homes(optimizer, Home::Device),
                     ..Case::default()
                 };
-                let device = HostDevice::seeded(seed);
-                let comm: Arc<dyn Communicator<HostDevice>> =
-                    Arc::new(World::new(1, CommOptions::default()).unwrap().remove(0));
-                let settings = case.settings();
-                let options = case.options(None);
-                let run = run_on_host_device(
-                    device.clone(),
-                    comm,
-                    1,
-                    &settings,
-                    &toy,
-                    &options,
-                    &mut |_| Ok(()),
-                );
-                run.unwrap_or_else(|error| panic!("seed {seed}, {case:?}: {error}"));
-                assert!(
-                    device.violations().is_empty(),
-                    "seed {seed}, {case:?}: {:?}",
-                    device.violations()
-                );
+                on_ranks::no_wait_is_missing(&case, &toy, seed);
             }
         }
     }
@@ -256,26 +230,20 @@ proptest! {
     /// without elements.
     #[test]
     fn units_of_any_size(
-        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        toy in toys(false),
         ranks in 1usize..7,
         grad_accum in 1usize..4,
         sixteen in any::<bool>(),
         bucket_elems in 1usize..200,
-        tied in any::<bool>(),
     ) {
-        let toy = Toy::new(&units, tied);
         let dtype = if sixteen { DType::Bf16 } else { DType::F32 };
         let reduce_every_micro_batch = true;
         let base =
             Case { ranks, grad_accum, reduce_every_micro_batch, dtype, bucket_elems, stage: 0, ..Case::default() };
-        let reference = base.run(&toy);
         let local = Case { reduce_every_micro_batch: false, ..base.clone() };
         same(&local.run(&toy), &Case { stage: 1, ..local }.run(&toy), "local sums");
-        for stage in 1..4 {
-            for overlap in [true, false] {
-                let case = Case { stage, overlap, ..base.clone() };
-                same(&reference, &case.run(&toy), &format!("{case:?}"));
-            }
-        }
+        let at = |(stage, overlap)| Case { stage, overlap, ..base.clone() };
+        let stages = (1..4).flat_map(|stage| [(stage, true), (stage, false)]);
+        all_same_with([(0, true)].into_iter().chain(stages).map(at), |case| case.run(&toy));
     }
 }

@@ -2,30 +2,20 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::sync::Arc;
 
 use proptest::prelude::*;
 use zero_alloc::device::DType;
-use zero_alloc::host::HostDevice;
-use zero_comm::CommOptions;
-use zero_comm::threads::World;
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
 use zero_shard::Sharding;
-use zero_trainer::{Home, MeshSettings, OffloadSettings, run_on_host_device};
+use zero_trainer::{Home, MeshSettings};
 
+use super::failures::death_ends_all;
 use super::identical::{cases, same};
+use super::on_ranks;
 use super::resume::continued;
-use super::support::{Case, Outcome};
-use super::toy::Toy;
+use super::support::{Case, Outcome, groups_of, home_at, homes};
+use super::toy::{Toy, toys};
 use super::volumes::held_and_sent_are_the_formulas;
-
-fn groups_of(group: usize, sharding: Sharding) -> MeshSettings {
-    MeshSettings {
-        shard_group: Some(group),
-        sharding,
-        ..MeshSettings::default()
-    }
-}
 
 /// Every stage with everything that may be sharded between groups. hpZ comes last: its sums have
 /// another order.
@@ -65,18 +55,10 @@ fn agrees(base: &Case, group: usize, limit: f64, switches: &[(bool, Home)]) {
     let mut references: BTreeMap<bool, Outcome> = BTreeMap::new();
     for (stage, sharding) in shardings() {
         for (overlap, home) in switches {
-            let offload = OffloadSettings {
-                optimizer: home.clone(),
-                params: match stage {
-                    3 => home.clone(),
-                    _ => Home::Device,
-                },
-                ..OffloadSettings::default()
-            };
             let case = Case {
                 stage,
                 overlap: *overlap,
-                offload,
+                offload: home_at(stage, home),
                 mesh: groups_of(group, sharding),
                 ..base.clone()
             };
@@ -90,7 +72,7 @@ fn agrees(base: &Case, group: usize, limit: f64, switches: &[(bool, Home)]) {
     }
 }
 
-fn case(ranks: usize, dtype: DType, grad_accum: usize) -> Case {
+pub(super) fn case(ranks: usize, dtype: DType, grad_accum: usize) -> Case {
     Case {
         ranks,
         dtype,
@@ -219,7 +201,7 @@ fn groups_without_use_are_refused() {
             mesh: groups_of(2, sharding),
             ..case(4, DType::F32, 1)
         };
-        let error = case.try_run(&case.tiny()).err().unwrap().to_string();
+        let error = case.refusal();
         assert!(error.contains("groups of ranks do not fit"), "{error}");
     }
 }
@@ -260,23 +242,11 @@ fn overflow_skips_in_all_replicas() {
 #[test]
 fn death_in_one_replica_ends_all() {
     for (stage, sharding) in shardings() {
-        for panic_at in [0, 2] {
-            let mut toy = Toy::new(&[vec![40], vec![7], vec![100]], true);
-            toy.panic_at = Some(panic_at);
-            let case = Case {
-                stage,
-                mesh: groups_of(2, sharding),
-                ..case(4, DType::F32, 1)
-            };
-            let error = match case.try_run(&toy) {
-                Ok(_) => panic!("{case:?}: the run went on"),
-                Err(error) => error.to_string(),
-            };
-            assert!(
-                error.contains("rank 0") && error.contains("panic requested"),
-                "{case:?}: {error}"
-            );
-        }
+        death_ends_all(&Case {
+            stage,
+            mesh: groups_of(2, sharding),
+            ..case(4, DType::F32, 1)
+        });
     }
 }
 
@@ -286,15 +256,7 @@ fn offload_to_nvme_has_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
     let base = case(4, DType::Bf16, 2);
     for (stage, sharding) in shardings() {
-        let home = Home::Nvme(dir.path().to_owned());
-        let offload = OffloadSettings {
-            params: match stage {
-                3 => home.clone(),
-                _ => Home::Device,
-            },
-            optimizer: home,
-            ..OffloadSettings::default()
-        };
+        let offload = home_at(stage, &Home::Nvme(dir.path().to_owned()));
         let on_device = Case {
             stage,
             mesh: groups_of(2, sharding),
@@ -322,39 +284,13 @@ fn no_wait_is_missing() {
     let toy = Toy::new(&[vec![40, 3], vec![70], vec![9, 30], vec![5]], true);
     for (stage, sharding) in shardings() {
         for (home, seed) in [(Home::Device, 0), (Home::Device, 1), (Home::Host, 2)] {
-            let offload = OffloadSettings {
-                optimizer: home,
-                ..OffloadSettings::default()
-            };
             let case = Case {
                 stage,
-                offload,
+                offload: homes(home, Home::Device),
                 mesh: groups_of(1, sharding),
                 ..case(2, DType::Bf16, 2)
             };
-            let settings = case.settings();
-            let options = case.options(None);
-            let comms = World::new(case.ranks, CommOptions::default()).unwrap();
-            std::thread::scope(|scope| {
-                for (rank, comm) in comms.into_iter().enumerate() {
-                    let (toy, settings, options, case) = (&toy, &settings, &options, &case);
-                    scope.spawn(move || {
-                        let device = HostDevice::seeded(10 * seed + rank as u64);
-                        let run = run_on_host_device(
-                            device.clone(),
-                            Arc::new(comm),
-                            1,
-                            settings,
-                            toy,
-                            options,
-                            &mut |_| Ok(()),
-                        );
-                        run.unwrap_or_else(|error| panic!("{case:?}: {error}"));
-                        let violations = device.violations();
-                        assert!(violations.is_empty(), "{case:?}: {violations:?}");
-                    });
-                }
-            });
+            on_ranks::no_wait_is_missing(&case, &toy, seed);
         }
     }
 }
@@ -366,16 +302,12 @@ proptest! {
     /// same bits, and the flat run's losses.
     #[test]
     fn units_of_any_size(
-        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        toy in toys(true),
         group in 1usize..4,
         replicas in 2usize..4,
         grad_accum in 1usize..3,
         bucket_elems in 1usize..200,
-        tied in any::<bool>(),
-        writes in any::<bool>(),
     ) {
-        let toy = Toy::new(&units, tied);
-        let toy = if writes { toy.writing() } else { toy };
         let base = Case { bucket_elems, ..case(group * replicas, DType::F32, grad_accum) };
         let flat = Case { stage: 2, ..base.clone() }.run(&toy);
         let mut reference: Option<Outcome> = None;

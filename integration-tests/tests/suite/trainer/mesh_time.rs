@@ -6,10 +6,9 @@ use std::time::Duration;
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
 use zero_shard::Sharding;
-use zero_trainer::MeshSettings;
 
-use super::on_ranks::on_ranks;
-use super::support::Case;
+use super::on_ranks::{on_ranks, third_step_ms};
+use super::support::{Case, groups_of};
 use super::toy::Toy;
 
 /// As many blocks as GPT-2 1.5B has.
@@ -49,11 +48,7 @@ fn step_ms(sharding: Sharding, between: Between) -> u128 {
         ranks: 4,
         steps: 5,
         dtype: DType::Bf16,
-        mesh: MeshSettings {
-            shard_group: Some(2),
-            sharding,
-            ..MeshSettings::default()
-        },
+        mesh: groups_of(2, sharding),
         ..Case::default()
     };
     let toy = Toy::new(&vec![vec![64]; UNITS], false);
@@ -64,13 +59,7 @@ fn step_ms(sharding: Sharding, between: Between) -> u128 {
         device.modelled_spans()
     });
 
-    let mut forwards: Vec<_> = spans[0]
-        .iter()
-        .filter(|span| span.label == "toy forward")
-        .map(|span| span.start)
-        .collect();
-    forwards.sort_unstable();
-    (forwards[3 * UNITS] - forwards[2 * UNITS]).as_millis()
+    third_step_ms(&spans[0], UNITS)
 }
 
 /// A step costs at most 1.1 times the larger of compute and the time of the link between groups.

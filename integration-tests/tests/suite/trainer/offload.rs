@@ -2,23 +2,19 @@
 //! of the run without.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use integration_tests::LLAMA;
 use proptest::prelude::*;
 use zero_alloc::device::DType;
-use zero_alloc::host::HostDevice;
 use zero_ckpt::Reader;
-use zero_comm::threads::World;
-use zero_comm::{CommOptions, Communicator};
 use zero_optim::{DynamicScaling, LossScaling, Masters, Moments, OptimizerConfig, StateFormat};
-use zero_trainer::param_groups::GroupSettings;
-use zero_trainer::{Home, OffloadSettings, StepMetrics, run_on_host_device, run_on_threads};
+use zero_trainer::{Home, OffloadSettings, StepMetrics, run_on_threads};
 
-use super::groups::mixed;
-use super::identical::{cases, same};
-use super::support::Case;
-use super::toy::Toy;
+use super::groups::{mixed, upper};
+use super::identical::{all_same, all_same_with, cases, same};
+use super::on_ranks;
+use super::support::{Case, homes};
+use super::toy::{Toy, toys};
 
 /// A folder for scratch files, on a disk.
 fn folder() -> tempfile::TempDir {
@@ -28,7 +24,7 @@ fn folder() -> tempfile::TempDir {
 /// Every kind of offload of a stage.
 fn kinds(stage: u64, dir: &Path) -> Vec<OffloadSettings> {
     let nvme = || Home::Nvme(dir.to_owned());
-    let homes = [
+    let pairs = [
         (Home::Host, Home::Device),
         (nvme(), Home::Device),
         (nvme(), nvme()),
@@ -36,15 +32,11 @@ fn kinds(stage: u64, dir: &Path) -> Vec<OffloadSettings> {
         (Home::Device, nvme()),
         (nvme(), Home::Host),
     ];
-    let sharded = homes
+    let sharded = pairs
         .into_iter()
         .filter(|(_, params)| stage == 3 || *params == Home::Device);
     sharded
-        .map(|(optimizer, params)| OffloadSettings {
-            optimizer,
-            params,
-            ..OffloadSettings::default()
-        })
+        .map(|(optimizer, params)| homes(optimizer, params))
         .collect()
 }
 
@@ -54,25 +46,22 @@ fn agree(base: &Case) {
     let dir = folder();
     let base = &base.with(|case| case.reduce_every_micro_batch = true);
 
-    let reference = base.with(|case| case.stage = 0).run_tiny();
+    let mut cases = vec![base.with(|case| case.stage = 0)];
+    for stage in 0..4 {
+        for offload in kinds(stage, dir.path()) {
+            cases.extend([true, false].map(|overlap| Case {
+                stage,
+                overlap,
+                offload: offload.clone(),
+                ..base.clone()
+            }));
+        }
+    }
+    let reference = all_same(cases);
     assert!(
         reference.steps.iter().any(|s| !s.skipped),
         "nothing was trained"
     );
-
-    for stage in 0..4 {
-        for offload in kinds(stage, dir.path()) {
-            for overlap in [true, false] {
-                let case = Case {
-                    stage,
-                    overlap,
-                    offload: offload.clone(),
-                    ..base.clone()
-                };
-                same(&reference, &case.run_tiny(), &format!("{case:?}"));
-            }
-        }
-    }
 
     assert_eq!(
         std::fs::read_dir(dir.path()).unwrap().count(),
@@ -147,15 +136,10 @@ fn groups_and_frozen_tensors() {
         groups: mixed(),
         ..Case::default()
     });
-    let upper = r#"[{"names": ["transformer.h.0.*", "*wpe*", "*wte*"], "trainable": false}]"#;
-    let groups = GroupSettings {
-        groups: serde_json::from_str(upper).unwrap(),
-        no_decay_1d: false,
-    };
     agree(&Case {
         grad_accum: 2,
         optimizer: small_pieces(),
-        groups,
+        groups: upper(),
         ..Case::default()
     });
 }
@@ -194,42 +178,17 @@ fn resume_with_and_without() {
                 .run_tiny();
                 let resume = Some(saved.dir.path().join("step-00000003"));
                 let resumed = second.with(|case| case.resume = resume.clone()).run_tiny();
+                let what = format!("{first:?} then {second:?}");
                 if ranks == 2 {
-                    same(
-                        &whole_from(&whole, 3),
-                        &resumed,
-                        &format!("{first:?} then {second:?}"),
-                    );
+                    assert_eq!(whole.curve()[3..], resumed.curve(), "{what}");
+                    assert!(whole.state() == resumed.state(), "{what}: final state");
                 } else {
                     let plain = without.with(|case| case.resume = resume).run_tiny();
-                    same(&plain, &resumed, &format!("{first:?} then {second:?}"));
+                    same(&plain, &resumed, &what);
                 }
             }
         }
     }
-}
-
-/// The steps of `outcome` from `step` on.
-fn whole_from(outcome: &super::support::Outcome, step: usize) -> super::support::Outcome {
-    super::support::Outcome {
-        steps: outcome.steps[step..].to_vec(),
-        summaries: outcome.summaries.clone(),
-        layout: outcome.layout.clone(),
-        settings: outcome.settings.clone(),
-        dir: copy(outcome.dir.path()),
-    }
-}
-
-fn copy(from: &Path) -> tempfile::TempDir {
-    let to = tempfile::tempdir().unwrap();
-    let status = std::process::Command::new("cp")
-        .arg("-r")
-        .arg(from.join("."))
-        .arg(to.path())
-        .status()
-        .unwrap();
-    assert!(status.success());
-    to
 }
 
 /// Remainders have the bits of fp32 masters where no weight is halfway between two bf16 numbers;
@@ -365,26 +324,7 @@ fn no_wait_is_missing() {
                     offload,
                     ..Case::default()
                 };
-                let device = HostDevice::seeded(seed);
-                let comm: Arc<dyn Communicator<HostDevice>> =
-                    Arc::new(World::new(1, CommOptions::default()).unwrap().remove(0));
-                let settings = case.settings();
-                let options = case.options(None);
-                let run = run_on_host_device(
-                    device.clone(),
-                    comm,
-                    1,
-                    &settings,
-                    &toy,
-                    &options,
-                    &mut |_| Ok(()),
-                );
-                run.unwrap_or_else(|error| panic!("seed {seed}, {case:?}: {error}"));
-                assert!(
-                    device.violations().is_empty(),
-                    "seed {seed}, {case:?}: {:?}",
-                    device.violations()
-                );
+                on_ranks::no_wait_is_missing(&case, &toy, seed);
             }
         }
     }
@@ -397,11 +337,7 @@ fn truncated_file_is_an_error() {
     let dir = folder();
     let saves = folder();
     for params in [Home::Device, Home::Nvme(dir.path().to_owned())] {
-        let offload = OffloadSettings {
-            optimizer: Home::Nvme(dir.path().to_owned()),
-            params,
-            ..OffloadSettings::default()
-        };
+        let offload = homes(Home::Nvme(dir.path().to_owned()), params);
         let case = Case {
             steps: 50,
             offload,
@@ -463,26 +399,23 @@ proptest! {
     /// without elements.
     #[test]
     fn units_of_any_size(
-        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        toy in toys(false),
         ranks in 1usize..5,
         grad_accum in 1usize..4,
         sixteen in any::<bool>(),
         bucket_elems in 1usize..200,
-        tied in any::<bool>(),
         overlap in any::<bool>(),
     ) {
-        let toy = Toy::new(&units, tied);
         let dir = folder();
         let dtype = if sixteen { DType::Bf16 } else { DType::F32 };
         let reduce_every_micro_batch = true;
         let sizes = Case { ranks, grad_accum, reduce_every_micro_batch, dtype, bucket_elems, ..Case::default() };
         let base = Case { stage: 0, overlap, ..sizes };
-        let reference = base.run(&toy);
+        let mut cases = vec![base.clone()];
         for stage in 0..4 {
-            for offload in kinds(stage, dir.path()) {
-                let case = Case { stage, offload, ..base.clone() };
-                same(&reference, &case.run(&toy), &format!("{case:?}"));
-            }
+            let of = |offload| Case { stage, offload, ..base.clone() };
+            cases.extend(kinds(stage, dir.path()).into_iter().map(of));
         }
+        all_same_with(cases, |case| case.run(&toy));
     }
 }

@@ -1,16 +1,14 @@
 //! Offload in modelled time: what overlaps, exactly, whatever else the machine does.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::device::DType;
 use zero_alloc::host::{HostDevice, OpSpan};
-use zero_comm::threads::World;
-use zero_comm::{CommOptions, Communicator};
-use zero_trainer::{Home, OffloadSettings, run_on_host_device};
+use zero_trainer::Home;
 
-use super::support::Case;
+use super::on_ranks::{on_ranks, third_step_ms};
+use super::support::{Case, homes};
 use super::toy::Toy;
 
 /// As many blocks as GPT-2 1.5B has: the first unit of a step waits for its own transfers.
@@ -46,36 +44,13 @@ fn cost(costs: Costs, stream: &str, label: &str) -> Duration {
 
 /// All operations of a run on one rank.
 fn spans(case: &Case, costs: Costs) -> Vec<OpSpan> {
-    spans_ahead(case, costs, usize::from(case.overlap))
-}
-
-/// [`spans`] with gathers of that many units ahead.
-fn spans_ahead(case: &Case, costs: Costs, ahead: usize) -> Vec<OpSpan> {
-    let device = HostDevice::modelled(move |stream, label| cost(costs, stream, label));
-    let comm = World::new(1, CommOptions::default()).unwrap().remove(0);
-    let comm: Arc<dyn Communicator<HostDevice>> = Arc::new(comm);
     let toy = Toy::new(&vec![vec![64]; UNITS], false);
-    let mut settings = case.settings();
-    let options = case.options(None);
-    settings.prefetch.ahead = ahead;
-
-    // A new thread: its modelled time begins at zero.
-    std::thread::scope(|scope| {
-        let run = || {
-            run_on_host_device(
-                device.clone(),
-                comm,
-                1,
-                &settings,
-                &toy,
-                &options,
-                &mut |_| Ok(()),
-            )
-        };
-        scope.spawn(run).join().unwrap().unwrap()
+    let mut spans = on_ranks(case, &toy, |_, comm, train| {
+        let device = HostDevice::modelled(move |stream, label| cost(costs, stream, label));
+        train(device.clone(), comm);
+        device.modelled_spans()
     });
-
-    let mut spans = device.modelled_spans();
+    let mut spans = spans.remove(0);
     spans.sort_by_key(|span| (span.start, span.end));
     spans
 }
@@ -85,29 +60,15 @@ fn of<'a>(spans: &'a [OpSpan], label: &'a str) -> impl Iterator<Item = &'a OpSpa
     spans.iter().filter(move |span| span.label == label)
 }
 
-/// Milliseconds of the third step: from its first forward to that of the fourth.
-fn step_ms(spans: &[OpSpan]) -> u128 {
-    let firsts: Vec<_> = of(spans, "toy forward")
-        .step_by(UNITS)
-        .map(|span| span.start)
-        .collect();
-    (firsts[3] - firsts[2]).as_millis()
-}
-
 fn offload(dir: &Path, stage: u64, params: bool) -> Case {
     let nvme = || Home::Nvme(dir.to_owned());
     let params = if params { nvme() } else { Home::Device };
-    let offload = OffloadSettings {
-        optimizer: nvme(),
-        params,
-        ..OffloadSettings::default()
-    };
     Case {
         stage,
         ranks: 1,
         steps: 5,
         dtype: DType::Bf16,
-        offload,
+        offload: homes(nvme(), params),
         ..Case::default()
     }
 }
@@ -149,7 +110,7 @@ fn forward_hides_the_update() {
             if params && stage < 3 {
                 continue;
             }
-            let ms = step_ms(&spans(&offload(dir.path(), stage, params), costs));
+            let ms = third_step_ms(&spans(&offload(dir.path(), stage, params), costs), UNITS);
             let most = compute.max(UNITS as u32 * costs.adam.max(costs.read).max(costs.write));
             println!("stage {stage}, {costs:?}: {ms} ms, {most} at best");
             assert!(
@@ -205,13 +166,11 @@ fn next_forward_starts_before_the_last_update() {
 fn without_overlap_the_update_is_exposed() {
     let dir = tempfile::tempdir().unwrap();
     let case = offload(dir.path(), 2, false).with(|case| case.overlap = false);
-    let ms = step_ms(&spans(
-        &case,
-        Costs {
-            adam: 9,
-            ..Costs::default()
-        },
-    ));
+    let costs = Costs {
+        adam: 9,
+        ..Costs::default()
+    };
+    let ms = third_step_ms(&spans(&case, costs), UNITS);
     assert!(
         ms >= u128::from(UNITS as u32 * (FORWARD + BACKWARD + 9)),
         "{ms} ms"
@@ -228,10 +187,10 @@ fn one_unit_ahead_is_enough() {
             gather,
             ..Costs::default()
         };
-        let ms = |ahead| step_ms(&spans_ahead(&offload(dir.path(), 3, true), costs, ahead));
-        let one = ms(1);
-        let two = ms(2);
-        let four = ms(4);
+        let [one, two, four] = [1, 2, 4].map(|ahead| {
+            let case = offload(dir.path(), 3, true).with(|case| case.ahead = Some(ahead));
+            third_step_ms(&spans(&case, costs), UNITS)
+        });
         println!("gathers of {gather} ms: {one}, {two} and {four} ms with 1, 2 and 4 units ahead");
         assert!(
             one as f64 <= 1.05 * four as f64,

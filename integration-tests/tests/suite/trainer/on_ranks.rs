@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use zero_alloc::host::HostDevice;
+use zero_alloc::host::{HostDevice, OpSpan};
 use zero_comm::threads::World;
 use zero_comm::{CommOptions, Communicator};
 use zero_trainer::run_on_host_device;
@@ -41,3 +41,24 @@ pub(super) fn on_ranks<R: Send>(
 
 /// Trains a rank on a device.
 pub(super) type Train<'a> = &'a (dyn Fn(HostDevice, Arc<dyn Communicator<HostDevice>>) + Sync);
+
+/// Asserts that no access is unordered in an order of operations that streams and events allow.
+pub(super) fn no_wait_is_missing(case: &Case, toy: &Toy, seed: u64) {
+    on_ranks(case, toy, |rank, comm, train| {
+        let device = HostDevice::seeded(10 * seed + rank as u64);
+        train(device.clone(), comm);
+        let violations = device.violations();
+        assert!(
+            violations.is_empty(),
+            "seed {seed}, {case:?}: {violations:?}"
+        );
+    });
+}
+
+/// Milliseconds of the third step: from its first forward of `units` to that of the fourth.
+pub(super) fn third_step_ms(spans: &[OpSpan], units: usize) -> u128 {
+    let forwards = spans.iter().filter(|span| span.label == "toy forward");
+    let mut starts: Vec<_> = forwards.map(|span| span.start).collect();
+    starts.sort_unstable();
+    (starts[3 * units] - starts[2 * units]).as_millis()
+}

@@ -7,20 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use zero::workload::ModelWorkload;
-use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, DeviceError, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream, Monitor};
 use zero_comm::backend::{Checked, Wrapped};
 use zero_comm::threads::World;
 use zero_comm::{Collective, CommOptions, Communicator};
-use zero_shard::UnitSpec;
-use zero_trainer::BatchAt;
-use zero_trainer::{Batch, Grad, Model, Pass};
-use zero_trainer::{InitialWeights, Settings, Workload, run_as_rank};
-use zero_trainer::{ModelError, ModelRanks};
+use zero_trainer::{Batch, Grad, Model, ModelError, Settings, run_as_rank};
 
-use super::support::Case;
+use super::support::{Altered, Case};
 
 /// The longest wait of an operation for another stream.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -175,52 +169,6 @@ unsafe impl Model<HostDevice> for BlockedModel {
     }
 }
 
-/// The workload with a [`BlockedModel`].
-struct Blocked<'a> {
-    inner: &'a ModelWorkload,
-    progress: Arc<Progress>,
-}
-
-impl Workload<HostDevice> for Blocked<'_> {
-    fn units(&self) -> Vec<UnitSpec> {
-        Workload::<HostDevice>::units(self.inner)
-    }
-
-    fn passes(&self) -> Vec<Pass> {
-        Workload::<HostDevice>::passes(self.inner)
-    }
-
-    fn model(
-        &self,
-        pool: &Pool<HostDevice>,
-        compute: &HostStream,
-        ranks: &ModelRanks<HostDevice>,
-    ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
-        let inner = Workload::<HostDevice>::model(self.inner, pool, compute, ranks)?;
-        Ok(Box::new(BlockedModel {
-            inner,
-            progress: Arc::clone(&self.progress),
-            steps: 0,
-        }))
-    }
-
-    fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {
-        Workload::<HostDevice>::weights(self.inner)
-    }
-
-    fn batch(&self, at: BatchAt, batch: &mut Batch) -> Result<(), ModelError> {
-        Workload::<HostDevice>::batch(self.inner, at, batch)
-    }
-
-    fn data_fingerprint(&self) -> u64 {
-        Workload::<HostDevice>::data_fingerprint(self.inner)
-    }
-
-    fn model_config(&self) -> serde_json::Value {
-        Workload::<HostDevice>::model_config(self.inner)
-    }
-}
-
 fn run(case: &Case) {
     let workload = case.tiny();
     let options = case.options(None);
@@ -242,15 +190,16 @@ fn run(case: &Case) {
                     steps: case.steps,
                     runs,
                 });
-                let comm = blocked_comm(Arc::new(comm), Arc::clone(&progress));
-                let workload = Blocked {
-                    inner: workload,
-                    progress,
-                };
-                run_as_rank(Arc::new(comm), 1, settings, &workload, options, &mut |_| {
-                    Ok(())
-                })
-                .unwrap();
+                let comm = Arc::new(blocked_comm(Arc::new(comm), Arc::clone(&progress)));
+                let mut workload = Altered::batches(workload, |_, _| {});
+                workload.model = Box::new(move |inner| {
+                    Box::new(BlockedModel {
+                        inner,
+                        progress: Arc::clone(&progress),
+                        steps: 0,
+                    })
+                });
+                run_as_rank(comm, 1, settings, &workload, options, &mut |_| Ok(())).unwrap();
             });
         }
     });

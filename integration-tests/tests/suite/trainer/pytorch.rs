@@ -9,7 +9,7 @@ use zero_optim::OptimizerConfig;
 use zero_shard::Sharding;
 use zero_trainer::MeshSettings;
 
-use super::support::{Case, relative_error};
+use super::support::{Case, groups_of, levels_of, parts, relative_error, shared};
 use integration_tests::{GPT2, LLAMA, Oracle, QWEN2};
 
 /// The optimizer of `config` of the oracle's `expected.json`.
@@ -17,12 +17,8 @@ fn optimizer(config: &Value) -> OptimizerConfig {
     let number = |key: &str| config[key].as_f64().unwrap();
     let optimizer = OptimizerConfig::default()
         .hyper(AdamHyper {
-            beta1: 0.9,
-            beta2: 0.999,
-            eps: 1e-8,
             weight_decay: number("wd"),
-            decoupled: true,
-            bias_correction: true,
+            ..AdamHyper::default()
         })
         .lr(number("lr"));
     match number("clip") {
@@ -132,26 +128,9 @@ fn qwen2() {
 /// Every axis of ranks, alone and together.
 #[test]
 fn meshes() {
-    let groups = |sharding| MeshSettings {
-        shard_group: Some(2),
-        sharding,
-        ..MeshSettings::default()
-    };
-    let two_level = MeshSettings {
-        two_level: Some(2),
-        ..MeshSettings::default()
-    };
-    let parts = MeshSettings {
-        tensor_ranks: Some(2),
-        ..MeshSettings::default()
-    };
-    let shared = MeshSettings {
-        sequence_ranks: Some(2),
-        ..MeshSettings::default()
-    };
     let together = MeshSettings {
         sequence_ranks: Some(2),
-        ..parts
+        ..parts(2)
     };
     let in_groups = MeshSettings {
         shard_group: Some(2),
@@ -159,13 +138,13 @@ fn meshes() {
         ..together
     };
     for (oracle, ranks, stage, mesh, sequence_parallel) in [
-        (GPT2, 4, 3, groups(Sharding::Replicated), false),
-        (LLAMA, 4, 2, groups(Sharding::Hybrid), false),
-        (GPT2, 4, 3, groups(Sharding::Secondary), false),
-        (LLAMA, 4, 3, two_level, false),
-        (QWEN2, 6, 3, parts, true),
-        (LLAMA, 4, 1, parts, false),
-        (QWEN2, 6, 2, shared, false),
+        (GPT2, 4, 3, groups_of(2, Sharding::Replicated), false),
+        (LLAMA, 4, 2, groups_of(2, Sharding::Hybrid), false),
+        (GPT2, 4, 3, groups_of(2, Sharding::Secondary), false),
+        (LLAMA, 4, 3, levels_of(2), false),
+        (QWEN2, 6, 3, parts(2), true),
+        (LLAMA, 4, 1, parts(2), false),
+        (QWEN2, 6, 2, shared(2), false),
         (GPT2, 8, 3, together, true),
         (LLAMA, 8, 3, in_groups, true),
     ] {

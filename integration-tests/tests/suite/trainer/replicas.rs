@@ -8,9 +8,9 @@ use zero_comm::backend::{Checked, Wrapped};
 use zero_comm::threads::World;
 use zero_comm::{Collective, CommOptions, Communicator};
 use zero_shard::Sharding;
-use zero_trainer::{MeshSettings, ReplicaChecks, RunOptions, StepMetrics, Workload, run_as_rank};
+use zero_trainer::{ReplicaChecks, RunOptions, StepMetrics, Workload, run_as_rank};
 
-use super::support::Case;
+use super::support::{Case, groups_of, parts};
 use super::toy::Toy;
 
 /// Units of the model: the damaged one is in the middle.
@@ -55,21 +55,14 @@ fn run(
     rank: usize,
     damaged: (Collective, usize),
 ) -> Vec<Result<(), String>> {
-    run_with(case, options, rank, damaged, None)
+    run_workload(&toy(), case, options, rank, damaged, None)
 }
 
-/// As [`run`], with damage of the link of a split.
-fn run_with(
-    case: &Case,
-    options: &RunOptions,
-    rank: usize,
-    damaged: (Collective, usize),
-    of_split: Option<usize>,
-) -> Vec<Result<(), String>> {
-    let workload = Toy::new(&[vec![40], vec![150], vec![100]], false);
-    run_workload(&workload, case, options, rank, damaged, of_split)
+fn toy() -> Toy {
+    Toy::new(&[vec![40], vec![150], vec![100]], false)
 }
 
+/// As [`run`], with damage of the link of a split if `of_split` is set.
 fn run_workload(
     workload: &dyn Workload<HostDevice>,
     case: &Case,
@@ -165,15 +158,11 @@ fn damaged_shard_is_named_and_not_saved() {
                 stage: 3,
                 ranks,
                 steps: 3,
-                mesh: MeshSettings {
-                    shard_group: Some(2),
-                    sharding,
-                    ..MeshSettings::default()
-                },
+                mesh: groups_of(2, sharding),
                 ..Case::default()
             };
             let options = case.options(Some(dir.path()));
-            let results = run_with(&case, &options, rank, damaged, REPLICAS);
+            let results = run_workload(&toy(), &case, &options, rank, damaged, REPLICAS);
 
             let context = format!("{sharding:?}, {ranks} ranks, rank {rank} damaged");
             let text = format!("step 3: rank {named} holds other parameters than rank {reference}");
@@ -198,10 +187,7 @@ fn damaged_part_is_named_and_not_saved() {
             stage,
             ranks: 4,
             steps: 2,
-            mesh: MeshSettings {
-                tensor_ranks: Some(2),
-                ..MeshSettings::default()
-            },
+            mesh: parts(2),
             ..Case::default()
         };
         let options = case.options(Some(dir.path()));

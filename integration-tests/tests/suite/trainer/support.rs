@@ -8,19 +8,22 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use zero::workload::{ModelWorkload, Weights};
+use zero_alloc::Pool;
 use zero_alloc::device::DType;
-use zero_alloc::host::HostDevice;
+use zero_alloc::host::{HostDevice, HostStream};
 use zero_ckpt::Reader;
 use zero_comm::PrefetchOptions;
 use zero_data::{DataSource, Dataset};
 use zero_models::ModelOptions;
 use zero_models::hf::HfFolder;
 use zero_optim::OptimizerConfig;
-use zero_shard::{Layout, ZeroStage};
-use zero_trainer::TrainError;
+use zero_shard::{Layout, ParamSpec, Sharding, TensorCut, UnitSpec, ZeroStage};
 use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{
-    MeshSettings, OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings,
+    Batch, BatchAt, InitialWeights, Model, ModelError, ModelRanks, Pass, TrainError,
+};
+use zero_trainer::{
+    Home, MeshSettings, OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings,
     StepMetrics, ValidationOptions, Workload, run_on_threads,
 };
 
@@ -41,6 +44,8 @@ pub(crate) struct Case {
     pub(crate) reduce_every_micro_batch: bool,
     pub(crate) micro_batch: usize,
     pub(crate) overlap: bool,
+    /// Units that are gathered ahead; by default one with overlap.
+    pub(crate) ahead: Option<usize>,
     pub(crate) activation_checkpointing: bool,
     pub(crate) partition_activations: bool,
     pub(crate) sequence_parallel: bool,
@@ -67,6 +72,7 @@ impl Default for Case {
             reduce_every_micro_batch: false,
             micro_batch: 1,
             overlap: true,
+            ahead: None,
             activation_checkpointing: false,
             partition_activations: false,
             sequence_parallel: false,
@@ -81,6 +87,58 @@ impl Default for Case {
     }
 }
 
+/// State of the optimizer and parameters at these places.
+pub(crate) fn homes(optimizer: Home, params: Home) -> OffloadSettings {
+    OffloadSettings {
+        optimizer,
+        params,
+        ..OffloadSettings::default()
+    }
+}
+
+/// State of the optimizer at `home`, with the parameters if `stage` shards them.
+pub(crate) fn home_at(stage: u64, home: &Home) -> OffloadSettings {
+    let params = if stage == 3 {
+        home.clone()
+    } else {
+        Home::Device
+    };
+    homes(home.clone(), params)
+}
+
+/// Groups of ranks over which state is sharded.
+pub(crate) fn groups_of(group: usize, sharding: Sharding) -> MeshSettings {
+    MeshSettings {
+        shard_group: Some(group),
+        sharding,
+        ..MeshSettings::default()
+    }
+}
+
+/// Machines of `ranks` ranks.
+pub(crate) fn levels_of(ranks: usize) -> MeshSettings {
+    MeshSettings {
+        two_level: Some(ranks),
+        ..MeshSettings::default()
+    }
+}
+
+/// Tensor parallelism.
+pub(crate) fn parts(ranks: usize) -> MeshSettings {
+    MeshSettings {
+        tensor_ranks: Some(ranks),
+        ..MeshSettings::default()
+    }
+}
+
+/// Ranks that share sequences.
+pub(crate) fn shared(ranks: usize) -> MeshSettings {
+    MeshSettings {
+        sequence_ranks: Some(ranks),
+        ..MeshSettings::default()
+    }
+}
+
 impl Case {
     /// This case with a change.
     pub(crate) fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
@@ -89,10 +147,81 @@ impl Case {
         changed
     }
 
+    /// The error of the oracle's model, which must fail.
+    pub(crate) fn refusal(&self) -> String {
+        self.refusal_of(&self.tiny())
+    }
+
+    /// The error of `workload`, which must fail.
+    pub(crate) fn refusal_of(&self, workload: &dyn Workload<HostDevice>) -> String {
+        match self.try_run(workload) {
+            Ok(_) => panic!("{self:?}: the run went on"),
+            Err(error) => error.to_string(),
+        }
+    }
+
     /// Continues the checkpoint of `from` with the oracle's model.
     pub(crate) fn resumed(&self, from: &Outcome) -> Outcome {
         self.with(|case| case.resume = Some(from.dir.path().to_owned()))
             .run_tiny()
+    }
+}
+
+/// A workload with other batches or another model.
+pub(crate) struct Altered<'a> {
+    pub(crate) inner: &'a dyn Workload<HostDevice>,
+    /// Changes a micro-batch.
+    pub(crate) batch: fn(BatchAt, &mut Batch),
+    /// Wraps the model.
+    pub(crate) model: Box<dyn Fn(HostModel) -> HostModel + Sync>,
+}
+
+type HostModel = Box<dyn Model<HostDevice>>;
+
+impl<'a> Altered<'a> {
+    pub(crate) fn batches(
+        inner: &'a dyn Workload<HostDevice>,
+        batch: fn(BatchAt, &mut Batch),
+    ) -> Self {
+        let model = Box::new(|model| model);
+        Self {
+            inner,
+            batch,
+            model,
+        }
+    }
+}
+
+impl Workload<HostDevice> for Altered<'_> {
+    fn units(&self) -> Vec<UnitSpec> {
+        self.inner.units()
+    }
+
+    fn passes(&self) -> Vec<Pass> {
+        self.inner.passes()
+    }
+
+    fn model(
+        &self,
+        pool: &Pool<HostDevice>,
+        compute: &HostStream,
+        ranks: &ModelRanks<HostDevice>,
+    ) -> Result<HostModel, ModelError> {
+        Ok((self.model)(self.inner.model(pool, compute, ranks)?))
+    }
+
+    fn tensor_cut(&self, param: &ParamSpec) -> TensorCut {
+        self.inner.tensor_cut(param)
+    }
+
+    fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {
+        self.inner.weights()
+    }
+
+    fn batch(&self, at: BatchAt, batch: &mut Batch) -> Result<(), ModelError> {
+        self.inner.batch(at, batch)?;
+        (self.batch)(at, batch);
+        Ok(())
     }
 }
 
@@ -147,7 +276,7 @@ impl Case {
             reduce_every_micro_batch: self.reduce_every_micro_batch,
             bucket_capacity_elems: self.bucket_elems,
             overlap: self.overlap,
-            prefetch: PrefetchOptions::default().ahead(usize::from(self.overlap)),
+            prefetch: PrefetchOptions::default().ahead(self.ahead.unwrap_or(self.overlap.into())),
             optimizer: self.optimizer.clone(),
             groups: self.groups.clone(),
             offload: self.offload.clone(),
@@ -231,17 +360,12 @@ impl Case {
                 .unwrap()
                 .into(),
             options: ModelOptions {
-                micro_batch: self.micro_batch,
-                seq_len: self.oracle.seq,
                 sequence_ranks: self.mesh.sequence_ranks(),
                 tensor_ranks: self.mesh.tensor_ranks.unwrap_or(1),
                 partition_activations: self.partition_activations,
                 sequence_parallel: self.sequence_parallel,
-                dtype: self.dtype,
                 activation_checkpointing: self.activation_checkpointing,
-                offload_activations: false,
-                matmul_timing: false,
-                recompute_gelu: false,
+                ..ModelOptions::new(self.micro_batch, self.oracle.seq, self.dtype)
             },
             threads: 1,
         }

@@ -6,35 +6,23 @@
 //! exponentials. In fp32 these are sums in another order, so losses agree within 1e-6, relative.
 //! Stages, and switches that do not change the order of a sum, have the same bits.
 
-use std::sync::Arc;
-
-use integration_tests::{GPT2, LLAMA, Oracle, QWEN2, data};
+use integration_tests::{GPT2, LLAMA, Oracle, QWEN2};
 use proptest::prelude::*;
 use zero::workload::{ModelWorkload, Weights};
 use zero_alloc::device::DType;
-use zero_data::{DataSource, Dataset};
 use zero_models::ModelConfig;
 use zero_models::gpt2::config::GptConfig;
 use zero_models::llama::config::{Family, LlamaConfig};
 use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
 use zero_shard::Sharding;
 use zero_trainer::param_groups::ParamGroup;
-use zero_trainer::{
-    Home, MeshSettings, OffloadSettings, SampleOptions, ValidationOptions, run_on_threads,
-};
+use zero_trainer::{Home, MeshSettings};
 
-use super::identical::{cases, same};
+use super::identical::{all_same, cases};
 use super::resume::continued;
-use super::support::{Case, Outcome};
+use super::support::{Case, Outcome, groups_of, homes, parts, shared};
 use super::toy::Toy;
-use super::ulysses::{Largest, Packed, close, linear};
-
-fn parts(ranks: usize) -> MeshSettings {
-    MeshSettings {
-        tensor_ranks: Some(ranks),
-        ..MeshSettings::default()
-    }
-}
+use super::ulysses::{close, linear, packed, sample, stages_agree, validation_agrees};
 
 /// Two steps of micro-batches of 2 rows, on `data_ranks` times `ranks` ranks.
 fn case(oracle: Oracle, data_ranks: usize, ranks: usize) -> Case {
@@ -51,55 +39,41 @@ fn case(oracle: Oracle, data_ranks: usize, ranks: usize) -> Case {
 }
 
 /// The same batches with whole parameters.
-fn whole(case: &Case) -> Outcome {
-    let case = Case {
+fn without_parts(case: &Case) -> Case {
+    Case {
         ranks: case.ranks / case.mesh.ranks_of_batch(),
         mesh: MeshSettings::default(),
         partition_activations: false,
         sequence_parallel: false,
         ..case.clone()
-    };
-    case.run_tiny()
-}
-
-/// Every stage has the same bits, and the numbers of whole parameters; so have they with sequence
-/// parallelism.
-fn stages_agree(oracle: Oracle, data_ranks: usize, ranks: usize) {
-    for sequence_parallel in [false, true] {
-        let base =
-            case(oracle, data_ranks, ranks).with(|case| case.sequence_parallel = sequence_parallel);
-        stages_of(&base);
     }
 }
 
-fn stages_of(base: &Case) {
-    let want = whole(base);
-    let mut first: Option<Outcome> = None;
-    for stage in 0..4 {
-        let case = base.with(|case| case.stage = stage);
-        let outcome = case.run_tiny();
-        match &first {
-            Some(first) => same(first, &outcome, &format!("{case:?}")),
-            None => {
-                close(&outcome, &want, 1e-6, &format!("{case:?}"));
-                first = Some(outcome);
-            }
-        }
+fn whole(case: &Case) -> Outcome {
+    without_parts(case).run_tiny()
+}
+
+/// Every stage has the numbers of whole parameters, with sequence parallelism and without.
+fn stages_of(oracle: Oracle, data_ranks: usize, ranks: usize) {
+    for sequence_parallel in [false, true] {
+        let base =
+            case(oracle, data_ranks, ranks).with(|case| case.sequence_parallel = sequence_parallel);
+        stages_agree(&base, &whole(&base));
     }
 }
 
 #[test]
 fn gpt2_at_every_stage() {
     for (data_ranks, ranks) in [(1, 2), (2, 2), (1, 4)] {
-        stages_agree(GPT2, data_ranks, ranks);
+        stages_of(GPT2, data_ranks, ranks);
     }
 }
 
 #[test]
 fn llama_at_every_stage() {
-    stages_agree(LLAMA, 1, 2);
-    stages_agree(LLAMA, 3, 2);
-    stages_agree(QWEN2, 2, 4);
+    stages_of(LLAMA, 1, 2);
+    stages_of(LLAMA, 3, 2);
+    stages_of(QWEN2, 2, 4);
 }
 
 /// Switches that keep the order of each sum keep the bits.
@@ -107,32 +81,23 @@ fn llama_at_every_stage() {
 fn switches_keep_the_bits() {
     for oracle in [GPT2, LLAMA] {
         let base = case(oracle, 2, 2).with(|case| case.grad_accum = 2);
-        let reference = base.run_tiny();
-        close(&reference, &whole(&base), 1e-6, "accumulating");
-
-        let checkpointing = base.with(|case| case.activation_checkpointing = true);
+        let whole = whole(&base);
         let dividing = base.with(|case| case.sequence_parallel = true);
-        let divided = dividing.run_tiny();
-        close(&divided, &whole(&base), 1e-6, "dividing tokens");
-        let checkpointing_too = dividing.with(|case| case.activation_checkpointing = true);
-        same(
-            &divided,
-            &checkpointing_too.run_tiny(),
-            "dividing tokens, checkpointing",
-        );
-        let partitioning = checkpointing.with(|case| case.partition_activations = true);
+        let checkpointing = |case: &Case| case.with(|case| case.activation_checkpointing = true);
+        let divided = all_same([dividing.clone(), checkpointing(&dividing)]);
+        close(&divided, &whole, 1e-6, "dividing tokens");
+
+        let partitioning = checkpointing(&base).with(|case| case.partition_activations = true);
         let serial = base.with(|case| case.overlap = false);
-        let offloading = Case {
-            offload: OffloadSettings {
-                optimizer: Home::Host,
-                params: Home::Host,
-                ..OffloadSettings::default()
-            },
-            ..base.clone()
-        };
-        for case in [checkpointing, partitioning, serial, offloading] {
-            same(&reference, &case.run_tiny(), &format!("{case:?}"));
-        }
+        let offloading = base.with(|case| case.offload = homes(Home::Host, Home::Host));
+        let cases = [
+            base.clone(),
+            checkpointing(&base),
+            partitioning,
+            serial,
+            offloading,
+        ];
+        close(&all_same(cases), &whole, 1e-6, "accumulating");
     }
 }
 
@@ -171,54 +136,23 @@ fn overflow_skips_on_all_ranks() {
 /// The other axes: groups over which states are sharded, and ranks that share sequences.
 #[test]
 fn with_other_axes() {
+    let also_parts = |mesh| MeshSettings {
+        tensor_ranks: Some(2),
+        ..mesh
+    };
+    let two_level = MeshSettings {
+        two_level: Some(2),
+        ..shared(2)
+    };
     for (oracle, mesh) in [
-        (
-            LLAMA,
-            MeshSettings {
-                shard_group: Some(2),
-                sharding: Sharding::Hybrid,
-                ..parts(2)
-            },
-        ),
-        (
-            GPT2,
-            MeshSettings {
-                shard_group: Some(1),
-                sharding: Sharding::Replicated,
-                ..parts(2)
-            },
-        ),
-        (
-            LLAMA,
-            MeshSettings {
-                shard_group: Some(2),
-                sharding: Sharding::Secondary,
-                ..parts(2)
-            },
-        ),
-        (
-            LLAMA,
-            MeshSettings {
-                sequence_ranks: Some(2),
-                ..parts(2)
-            },
-        ),
-        (
-            GPT2,
-            MeshSettings {
-                sequence_ranks: Some(2),
-                ..parts(2)
-            },
-        ),
-        (
-            GPT2,
-            MeshSettings {
-                two_level: Some(2),
-                sequence_ranks: Some(2),
-                ..parts(2)
-            },
-        ),
+        (LLAMA, groups_of(2, Sharding::Hybrid)),
+        (GPT2, groups_of(1, Sharding::Replicated)),
+        (LLAMA, groups_of(2, Sharding::Secondary)),
+        (LLAMA, shared(2)),
+        (GPT2, shared(2)),
+        (GPT2, two_level),
     ] {
+        let mesh = also_parts(mesh);
         for sequence_parallel in [false, true] {
             let case = Case {
                 mesh,
@@ -255,13 +189,8 @@ fn dropout_is_that_of_whole_parameters() {
             workload.config = workload.config.with_dropout(0.2);
             case.run(&workload)
         };
-        let flat = Case {
-            ranks: 1,
-            mesh: MeshSettings::default(),
-            sequence_parallel: false,
-            ..case.clone()
-        };
-        close(&run(&case), &run(&flat), 1e-6, &format!("{case:?}"));
+        let flat = run(&without_parts(&case));
+        close(&run(&case), &flat, 1e-6, &format!("{case:?}"));
     }
 }
 
@@ -480,7 +409,7 @@ impl Shape {
             ..case.tiny()
         };
         let outcome = match self.documents {
-            true => case.run(&Packed(&workload)),
+            true => case.run(&packed(&workload)),
             false => case.run(&workload),
         };
         (case, workload, outcome)
@@ -510,7 +439,7 @@ fn refusals_say_what_to_change() {
         let case = case(oracle, 1, ranks);
         let mut workload = case.tiny();
         edit(&mut workload);
-        case.try_run(&workload).err().unwrap().to_string()
+        case.refusal_of(&workload)
     };
     let unchanged = |_: &mut ModelWorkload| {};
     let error = refused(GPT2, 3, &unchanged);
@@ -537,64 +466,30 @@ fn refusals_say_what_to_change() {
     assert!(error.contains("do not divide the 31 tokens"), "{error}");
 
     let case = case(GPT2, 1, 2).with(|case| case.ranks = 3);
-    let error = case.try_run(&case.tiny()).err().unwrap().to_string();
+    let error = case.refusal();
     assert!(error.contains("divides the 3 ranks"), "{error}");
     let toy = Toy::new(&[vec![40], vec![7]], true);
     let case = Case { ranks: 2, ..case };
-    let error = case.try_run(&toy).err().unwrap().to_string();
+    let error = case.refusal_of(&toy);
     assert!(error.contains("no tensor parallelism"), "{error}");
 }
 
 #[test]
 fn validation_is_that_of_whole_parameters() {
-    let data: Arc<Dataset> =
-        Arc::new(Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap());
-    let base = Case {
-        steps: 1,
-        validation: Some(ValidationOptions {
-            data: Arc::clone(&data) as _,
-            every: 1,
-            windows: 5,
-        }),
-        ..case(GPT2, 2, 2)
-    };
-    let got = base.run_tiny().steps[0].validation.unwrap();
-    let want = whole(&base).steps[0].validation.unwrap();
-    let error = (got.loss - want.loss).abs() / want.loss;
-    assert!(error < 1e-6, "{got:?} for {want:?}");
-    assert_eq!(got.tokens, want.tokens);
+    let base = case(GPT2, 2, 2);
+    validation_agrees(&base, &without_parts(&base));
 }
 
 #[test]
 fn samples_are_those_of_whole_parameters() {
-    let run = |ranks, mesh| {
-        let case = Case {
-            steps: 1,
-            mesh,
-            ranks,
-            ..case(GPT2, 1, 1)
-        };
-        let mut options = case.options(None);
-        options.samples = Some(SampleOptions {
-            every: 1,
-            prompt: vec![9, 80, 7, 30],
-            tokens: 12,
-            next: Arc::new(Largest),
-        });
-        let mut sample = None;
-        let settings = case.settings();
-        let observe = &mut |metrics: &zero_trainer::StepMetrics| {
-            sample = metrics.sample.clone();
-            Ok(())
-        };
-        run_on_threads(ranks, 1, &settings, &case.tiny(), &options, observe).unwrap();
-        sample.unwrap()
-    };
-    let want = run(1, MeshSettings::default());
-    assert_eq!(run(2, parts(2)), want);
     let both = MeshSettings {
         sequence_ranks: Some(2),
         ..parts(2)
     };
-    assert_eq!(run(4, both), want);
+    let base = case(GPT2, 1, 2);
+    let want = sample(&without_parts(&base), 12);
+    for (data_ranks, mesh) in [(1, parts(2)), (2, both)] {
+        let case = case(GPT2, data_ranks, 2).with(|case| case.mesh = mesh);
+        assert_eq!(sample(&case, 12), want);
+    }
 }

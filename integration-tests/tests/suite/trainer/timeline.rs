@@ -4,15 +4,11 @@ use zero_comm::overlap::is_collective;
 use zero_shard::Sharding;
 use zero_trainer::MeshSettings;
 
-use super::support::Case;
+use super::support::{Case, groups_of};
 
 #[test]
 fn without_overlap_collectives_are_on_the_compute_stream() {
-    let hybrid = MeshSettings {
-        shard_group: Some(2),
-        sharding: Sharding::Hybrid,
-        ..MeshSettings::default()
-    };
+    let hybrid = groups_of(2, Sharding::Hybrid);
     let flat = MeshSettings::default();
     for (stage, ranks, mesh) in [
         (0, 2, flat),

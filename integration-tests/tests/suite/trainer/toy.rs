@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use half::bf16;
 use parking_lot::Mutex;
+use proptest::prelude::*;
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
@@ -20,7 +21,23 @@ use zero_trainer::{ModelError, ModelRanks};
 /// A forward pass, and the parameters that it read.
 type ReadParams = (usize, Vec<f32>);
 
+/// Units of any sizes: empty, smaller than the number of ranks, not divisible by it; parameters without
+/// elements. Some write gradients if `may_write`.
+pub(crate) fn toys(may_write: bool) -> impl Strategy<Value = Toy> {
+    let unit = prop::collection::vec(0u64..40, 1..4);
+    let units = prop::collection::vec(unit, 1..6);
+    (units, any::<bool>(), any::<bool>()).prop_map(move |(units, tied, writes)| {
+        let toy = Toy::new(&units, tied);
+        if writes && may_write {
+            toy.writing()
+        } else {
+            toy
+        }
+    })
+}
+
 /// The toy model and its sizes.
+#[derive(Debug)]
 pub(crate) struct Toy {
     units: Vec<UnitSpec>,
     passes: Vec<Pass>,
@@ -146,14 +163,6 @@ impl Workload<HostDevice> for Toy {
                 ((at.step * 7 + at.micro_batch_index * 5 + at.rank * 3 + i as u64) % 97) as u32;
         }
         Ok(())
-    }
-
-    fn data_fingerprint(&self) -> u64 {
-        0
-    }
-
-    fn model_config(&self) -> serde_json::Value {
-        serde_json::Value::Null
     }
 }
 

@@ -10,32 +10,16 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_comm::backend::{Checked, Wrapped};
 use zero_comm::{Collective, Communicator};
 use zero_shard::{GridLayout, Routing, Sharding, ZeroStage};
-use zero_trainer::{Home, MeshSettings, OffloadSettings, RankSummary};
+use zero_trainer::{Home, MeshSettings, RankSummary};
 
-use super::identical::{cases, same};
-use super::mesh::close;
-use super::on_ranks::on_ranks;
+use super::failures;
+use super::identical::{all_same_with, cases, same};
+use super::mesh::{case, close};
+use super::on_ranks::{self, on_ranks, third_step_ms};
 use super::resume::continued;
-use super::support::{Case, Outcome};
-use super::toy::Toy;
+use super::support::{Case, Outcome, groups_of, home_at, levels_of};
+use super::toy::{Toy, toys};
 use super::volumes::held_and_sent_are_the_formulas;
-
-fn levels_of(ranks: usize) -> MeshSettings {
-    MeshSettings {
-        two_level: Some(ranks),
-        ..MeshSettings::default()
-    }
-}
-
-fn case(ranks: usize, dtype: DType, grad_accum: usize) -> Case {
-    Case {
-        ranks,
-        dtype,
-        grad_accum,
-        reduce_every_micro_batch: true,
-        ..Case::default()
-    }
-}
 
 /// The run over one ring.
 fn flat(case: &Case) -> Outcome {
@@ -71,18 +55,10 @@ fn agrees(base: &Case, level: usize, limit: f64, switches: &[(bool, Home)]) {
     let mut first: Option<Outcome> = None;
     for stage in 0..4 {
         for (overlap, home) in switches {
-            let offload = OffloadSettings {
-                optimizer: home.clone(),
-                params: match stage {
-                    3 => home.clone(),
-                    _ => Home::Device,
-                },
-                ..OffloadSettings::default()
-            };
             let case = Case {
                 stage,
                 overlap: *overlap,
-                offload,
+                offload: home_at(stage, home),
                 mesh: levels_of(level),
                 ..base.clone()
             };
@@ -220,18 +196,15 @@ fn checkpoints_load_without_levels() {
 #[test]
 fn levels_that_do_not_fit_are_refused() {
     let refused = |mesh| {
-        let case = Case {
-            mesh,
-            ..case(4, DType::F32, 1)
-        };
-        case.try_run(&case.tiny()).err().unwrap().to_string()
+        case(4, DType::F32, 1)
+            .with(|case| case.mesh = mesh)
+            .refusal()
     };
     let error = refused(levels_of(3));
     assert!(error.contains('3') && error.contains('4'), "{error}");
     let error = refused(MeshSettings {
-        shard_group: Some(2),
-        sharding: Sharding::Hybrid,
-        ..levels_of(2)
+        two_level: Some(2),
+        ..groups_of(2, Sharding::Hybrid)
     });
     assert!(error.contains("MeshSettings::two_level to None"), "{error}");
 }
@@ -240,23 +213,11 @@ fn levels_that_do_not_fit_are_refused() {
 #[test]
 fn death_ends_all() {
     for stage in 0..4 {
-        for panic_at in [0, 2] {
-            let mut toy = Toy::new(&[vec![40], vec![7], vec![100]], true);
-            toy.panic_at = Some(panic_at);
-            let case = Case {
-                stage,
-                mesh: levels_of(2),
-                ..case(4, DType::F32, 1)
-            };
-            let error = match case.try_run(&toy) {
-                Ok(_) => panic!("{case:?}: the run went on"),
-                Err(error) => error.to_string(),
-            };
-            assert!(
-                error.contains("rank 0") && error.contains("panic requested"),
-                "{case:?}: {error}"
-            );
-        }
+        failures::death_ends_all(&Case {
+            stage,
+            mesh: levels_of(2),
+            ..case(4, DType::F32, 1)
+        });
     }
 }
 
@@ -271,12 +232,7 @@ fn no_wait_is_missing() {
                 mesh: levels_of(2),
                 ..case(4, DType::Bf16, 2)
             };
-            on_ranks(&case, &toy, |rank, comm, run| {
-                let device = HostDevice::seeded(10 * seed + rank as u64);
-                run(device.clone(), comm);
-                let violations = device.violations();
-                assert!(violations.is_empty(), "{case:?}: {violations:?}");
-            });
+            on_ranks::no_wait_is_missing(&case, &toy, seed);
         }
     }
 }
@@ -321,13 +277,7 @@ fn step_ms(stage: u64, mesh: MeshSettings) -> u128 {
         device.modelled_spans()
     });
 
-    let mut forwards: Vec<_> = spans[0]
-        .iter()
-        .filter(|span| span.label == "toy forward")
-        .map(|span| span.start)
-        .collect();
-    forwards.sort_unstable();
-    (forwards[3 * UNITS] - forwards[2 * UNITS]).as_millis()
+    third_step_ms(&spans[0], UNITS)
 }
 
 /// With 8 ranks, 4 a machine, a collective waits for 3 + 1 neighbours, in one ring for 7.
@@ -348,27 +298,16 @@ proptest! {
     /// Units of any sizes on any machines: all stages have the same bits, and one ring's losses.
     #[test]
     fn units_of_any_size(
-        units in prop::collection::vec(prop::collection::vec(0u64..40, 1..4), 1..6),
+        toy in toys(true),
         level in 1usize..4,
         machines in 2usize..4,
         grad_accum in 1usize..3,
         bucket_elems in 1usize..200,
-        tied in any::<bool>(),
-        writes in any::<bool>(),
     ) {
-        let toy = Toy::new(&units, tied);
-        let toy = if writes { toy.writing() } else { toy };
         let base = Case { bucket_elems, ..case(level * machines, DType::F32, grad_accum) };
         let ring = Case { stage: 2, ..base.clone() }.run(&toy);
-        let mut first: Option<Outcome> = None;
-        for stage in 0..4 {
-            let case = Case { stage, mesh: levels_of(level), ..base.clone() };
-            let outcome = case.run(&toy);
-            close(&outcome, &ring, 1e-6, &format!("{case:?}"));
-            match &first {
-                Some(first) => same(first, &outcome, &format!("{case:?}")),
-                None => first = Some(outcome),
-            }
-        }
+        let at = |stage| Case { stage, mesh: levels_of(level), ..base.clone() };
+        let levels = all_same_with((0..4).map(at), |case| case.run(&toy));
+        close(&levels, &ring, 1e-6, &format!("{base:?}"));
     }
 }

@@ -15,23 +15,21 @@ use std::sync::Arc;
 use integration_tests::{GPT2, LLAMA, Oracle, data};
 use proptest::prelude::*;
 use zero::workload::{ModelWorkload, Weights};
-use zero_alloc::Pool;
 use zero_alloc::device::DType;
-use zero_alloc::host::{HostDevice, HostStream};
+use zero_alloc::host::HostDevice;
 use zero_data::{DataSource, Dataset};
 use zero_models::gpt2::config::GptConfig;
 use zero_models::llama::config::{Family, LlamaConfig};
 use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::OptimizerConfig;
-use zero_shard::{ParamSpec, Sharding, TensorCut, UnitSpec};
+use zero_shard::Sharding;
 use zero_trainer::{
-    Batch, BatchAt, CommBytes, Home, IGNORED, InitialWeights, MeshSettings, Model, ModelError,
-    ModelRanks, NextToken, OffloadSettings, Pass, SampleOptions, ValidationOptions, Workload,
-    run_on_threads,
+    CommBytes, Home, IGNORED, MeshSettings, NextToken, SampleOptions, StepMetrics,
+    ValidationOptions, Workload, run_on_threads,
 };
 
-use super::identical::{cases, same};
-use super::support::{Case, Outcome};
+use super::identical::{all_same, cases};
+use super::support::{Altered, Case, Outcome, groups_of, homes, shared};
 use super::toy::Toy;
 
 /// Adam whose updates are about `lr / epsilon` times the mean gradient.
@@ -39,13 +37,6 @@ pub(super) fn linear() -> OptimizerConfig {
     let mut optimizer = OptimizerConfig::default().lr(0.1);
     optimizer.hyper.eps = 1.0;
     optimizer
-}
-
-fn shared(ranks: usize) -> MeshSettings {
-    MeshSettings {
-        sequence_ranks: Some(ranks),
-        ..MeshSettings::default()
-    }
 }
 
 /// Two steps of micro-batches of 2 rows.
@@ -107,33 +98,23 @@ pub(super) fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
     }
 }
 
-/// Every stage of a mesh has the same bits, and the numbers of whole sequences.
-fn stages_agree(oracle: Oracle, ranks: usize, share: usize) {
-    let whole = case(oracle, ranks / share)
-        .with(|case| case.stage = 2)
-        .run_tiny();
-    let mut first: Option<Outcome> = None;
-    for stage in 0..4 {
-        let case = Case {
-            stage,
-            mesh: shared(share),
-            ..case(oracle, ranks)
-        };
-        let outcome = case.run_tiny();
-        match &first {
-            Some(first) => same(first, &outcome, &format!("{case:?}")),
-            None => {
-                close(&outcome, &whole, 1e-6, &format!("{case:?}"));
-                first = Some(outcome);
-            }
-        }
-    }
+/// Asserts that every stage of a case has the same bits, and the numbers of `whole`.
+pub(super) fn stages_agree(base: &Case, whole: &Outcome) {
+    let stages = (0..4).map(|stage| base.with(|case| case.stage = stage));
+    close(&all_same(stages), whole, 1e-6, &format!("{base:?}"));
+}
+
+/// Every stage of a mesh, and whole sequences.
+fn stages_of(oracle: Oracle, ranks: usize, share: usize) {
+    let whole = case(oracle, ranks / share).with(|case| case.stage = 2);
+    let base = case(oracle, ranks).with(|case| case.mesh = shared(share));
+    stages_agree(&base, &whole.run_tiny());
 }
 
 #[test]
 fn gpt2_at_every_stage() {
     for (ranks, share) in [(2, 2), (4, 2), (8, 4)] {
-        stages_agree(GPT2, ranks, share);
+        stages_of(GPT2, ranks, share);
     }
 }
 
@@ -141,7 +122,7 @@ fn gpt2_at_every_stage() {
 #[test]
 fn llama_at_every_stage() {
     for (ranks, share) in [(2, 2), (4, 4), (8, 2), (8, 8)] {
-        stages_agree(LLAMA, ranks, share);
+        stages_of(LLAMA, ranks, share);
     }
 }
 
@@ -154,27 +135,16 @@ fn switches_keep_the_bits() {
             mesh: shared(2),
             ..case(oracle, 4)
         };
-        let reference = base.run_tiny();
         let whole = Case {
             mesh: MeshSettings::default(),
             ranks: 2,
             ..base.clone()
         };
-        close(&reference, &whole.run_tiny(), 1e-6, "accumulating");
-
         let checkpointing = base.with(|case| case.activation_checkpointing = true);
         let serial = base.with(|case| case.overlap = false);
-        let offloading = Case {
-            offload: OffloadSettings {
-                optimizer: Home::Host,
-                params: Home::Host,
-                ..OffloadSettings::default()
-            },
-            ..base.clone()
-        };
-        for case in [checkpointing, serial, offloading] {
-            same(&reference, &case.run_tiny(), &format!("{case:?}"));
-        }
+        let offloading = base.with(|case| case.offload = homes(Home::Host, Home::Host));
+        let reference = all_same([base, checkpointing, serial, offloading]);
+        close(&reference, &whole.run_tiny(), 1e-6, "accumulating");
     }
 }
 
@@ -199,9 +169,8 @@ fn with_shard_groups() {
     ] {
         let case = Case {
             mesh: MeshSettings {
-                shard_group: Some(group),
-                sharding,
-                ..shared(2)
+                sequence_ranks: Some(2),
+                ..groups_of(group, sharding)
             },
             ..case(LLAMA, 4)
         };
@@ -211,36 +180,8 @@ fn with_shard_groups() {
 
 /// Rows of several documents, of which some end at the borders of the ranks' tokens, with targets
 /// that are not trained.
-pub(super) struct Packed<'a>(pub(super) &'a dyn Workload<HostDevice>);
-
-impl Workload<HostDevice> for Packed<'_> {
-    fn units(&self) -> Vec<UnitSpec> {
-        self.0.units()
-    }
-
-    fn passes(&self) -> Vec<Pass> {
-        self.0.passes()
-    }
-
-    fn model(
-        &self,
-        pool: &Pool<HostDevice>,
-        compute: &HostStream,
-        ranks: &ModelRanks<HostDevice>,
-    ) -> Result<Box<dyn Model<HostDevice>>, ModelError> {
-        self.0.model(pool, compute, ranks)
-    }
-
-    fn tensor_cut(&self, param: &ParamSpec) -> TensorCut {
-        self.0.tensor_cut(param)
-    }
-
-    fn weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {
-        self.0.weights()
-    }
-
-    fn batch(&self, at: BatchAt, batch: &mut Batch) -> Result<(), ModelError> {
-        self.0.batch(at, batch)?;
+pub(super) fn packed(inner: &dyn Workload<HostDevice>) -> Altered<'_> {
+    Altered::batches(inner, |at, batch| {
         batch.starts.resize(batch.inputs.len(), 0);
         let rows = batch.starts.chunks_exact_mut(at.seq_len);
         for (row, starts) in rows.enumerate() {
@@ -257,8 +198,7 @@ impl Workload<HostDevice> for Packed<'_> {
         for (_, target) in targets.filter(|(i, _)| i % 5 == 3) {
             *target = IGNORED;
         }
-        Ok(())
-    }
+    })
 }
 
 /// A random model and mesh.
@@ -373,7 +313,7 @@ impl Shape {
         };
         let options = workload.options.clone();
         let outcome = match self.documents {
-            true => case.run(&Packed(&workload)),
+            true => case.run(&packed(&workload)),
             false => case.run(&workload),
         };
         (case, options, outcome)
@@ -427,7 +367,7 @@ fn documents_windows_and_dropout() {
                 config.windowed = vec![true; config.layers];
             }
             workload.config = workload.config.with_dropout(0.2);
-            case.run(&Packed(&workload))
+            case.run(&packed(&workload))
         };
         let whole = run(1, MeshSettings::default());
         let plain = case(oracle, 1).run_tiny();
@@ -483,8 +423,7 @@ fn refusals_say_what_to_change() {
             let case = case(oracle, ranks).with(|case| case.mesh = shared(share));
             let mut workload = case.tiny();
             edit(&mut workload);
-            let error = case.try_run(&workload).err().unwrap();
-            error.to_string()
+            case.refusal_of(&workload)
         };
     let unchanged = |_: &mut ModelWorkload| {};
 
@@ -508,43 +447,44 @@ fn refusals_say_what_to_change() {
     assert!(error.contains("divides the 4 ranks"), "{error}");
     let toy = Toy::new(&[vec![40], vec![7]], false);
     let case = case(GPT2, 2).with(|case| case.mesh = shared(2));
-    let error = case.try_run(&toy).err().unwrap().to_string();
+    let error = case.refusal_of(&toy);
     assert!(error.contains("computes whole sequences"), "{error}");
     let error = refused(GPT2, 2, 2, &|workload| workload.options.sequence_ranks = 1);
     assert!(error.contains("ModelOptions::sequence_ranks"), "{error}");
 }
 
-/// Windows of which the last round has fewer than ranks.
-#[test]
-fn validation_is_that_of_whole_sequences() {
+/// Asserts that five windows, of which the last round has fewer than ranks, have the loss of `whole`.
+pub(super) fn validation_agrees(case: &Case, whole: &Case) {
     let data: Arc<Dataset> =
         Arc::new(Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap());
-    let run = |oracle, ranks, mesh| {
+    let [got, want] = [case, whole].map(|case| {
         let case = Case {
             steps: 1,
-            mesh,
             validation: Some(ValidationOptions {
                 data: Arc::clone(&data) as _,
                 every: 1,
                 windows: 5,
             }),
-            ..case(oracle, ranks)
+            ..case.clone()
         };
         case.run_tiny().steps[0].validation.unwrap()
-    };
+    });
+    let error = (got.loss - want.loss).abs() / want.loss;
+    assert!(error < 1e-6, "{got:?} for {want:?}");
+    assert_eq!((got.tokens, want.tokens), (5 * 32, 5 * 32));
+}
+
+#[test]
+fn validation_is_that_of_whole_sequences() {
     for oracle in [GPT2, LLAMA] {
-        let whole = run(oracle, 2, MeshSettings::default());
-        let shares = run(oracle, 4, shared(2));
-        let error = (shares.loss - whole.loss).abs() / whole.loss;
-        assert!(error < 1e-6, "{shares:?} for {whole:?}");
-        assert_eq!(shares.tokens, whole.tokens);
-        assert_eq!(whole.tokens, 5 * 32);
+        let shares = case(oracle, 4).with(|case| case.mesh = shared(2));
+        validation_agrees(&shares, &case(oracle, 2));
     }
 }
 
 /// The token of the largest logit.
 #[derive(Debug)]
-pub(super) struct Largest;
+struct Largest;
 
 impl NextToken for Largest {
     fn choose(&self, logits: &[f32], _index: u64) -> Option<u32> {
@@ -553,41 +493,41 @@ impl NextToken for Largest {
     }
 }
 
+/// The text of `tokens` tokens after the first step.
+pub(super) fn sample(case: &Case, tokens: usize) -> Vec<u32> {
+    let case = case.with(|case| case.steps = 1);
+    let mut options = case.options(None);
+    options.samples = Some(SampleOptions {
+        every: 1,
+        prompt: vec![9, 80, 7, 30],
+        tokens,
+        next: Arc::new(Largest),
+    });
+    let mut sample = None;
+    let mut observe = |metrics: &StepMetrics| {
+        sample = metrics.sample.clone();
+        Ok(())
+    };
+    let settings = case.settings();
+    run_on_threads(
+        case.ranks,
+        1,
+        &settings,
+        &case.tiny(),
+        &options,
+        &mut observe,
+    )
+    .unwrap();
+    sample.unwrap()
+}
+
 /// A text of which the last token passes from rank to rank.
 #[test]
 fn samples_are_those_of_whole_sequences() {
-    let run = |oracle, ranks, mesh| {
-        let case = Case {
-            steps: 1,
-            mesh,
-            ..case(oracle, ranks)
-        };
-        let mut options = case.options(None);
-        options.samples = Some(SampleOptions {
-            every: 1,
-            prompt: vec![9, 80, 7, 30],
-            tokens: 40,
-            next: Arc::new(Largest),
-        });
-        let mut sample = None;
-        let settings = case.settings();
-        run_on_threads(
-            ranks,
-            1,
-            &settings,
-            &case.tiny(),
-            &options,
-            &mut |metrics| {
-                sample = metrics.sample.clone();
-                Ok(())
-            },
-        )
-        .unwrap();
-        sample.unwrap()
-    };
     for (oracle, share) in [(GPT2, 2), (LLAMA, 4)] {
-        let whole = run(oracle, 1, MeshSettings::default());
+        let whole = sample(&case(oracle, 1), 40);
         assert_eq!(whole.len(), 40);
-        assert_eq!(run(oracle, share, shared(share)), whole, "{oracle:?}");
+        let shares = case(oracle, share).with(|case| case.mesh = shared(share));
+        assert_eq!(sample(&shares, 40), whole, "{oracle:?}");
     }
 }

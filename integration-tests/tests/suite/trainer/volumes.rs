@@ -1,8 +1,9 @@
 //! Bytes held and sent equal the formulas exactly, padding included.
 
+use zero::workload::ModelWorkload;
 use zero_alloc::device::DType;
 use zero_shard::ZeroStage;
-use zero_trainer::{CommBytes, RankBytes};
+use zero_trainer::{CommBytes, RankBytes, RankSummary};
 
 use super::support::{Case, Outcome};
 use super::toy::Toy;
@@ -19,29 +20,26 @@ pub(super) fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
 
     for summary in &outcome.summaries {
         let last = summary.last.as_ref().unwrap();
-        assert_eq!(
-            last.memory.params_bytes, held.params_bytes,
-            "{case:?}: parameters"
-        );
-        assert_eq!(
-            last.memory.grads_bytes, held.grads_bytes,
-            "{case:?}: gradients"
-        );
-        assert_eq!(
-            last.memory.optimizer_bytes, held.optimizer_bytes,
-            "{case:?}: optimizer state"
-        );
         let CommBytes {
             reduce_scatter,
             all_gather,
             all_reduce,
             ..
         } = last.comm_bytes;
-        assert_eq!(
-            reduce_scatter, sent.reduce_scatter_bytes,
-            "{case:?}: reduce-scatter"
-        );
-        assert_eq!(all_reduce, sent.all_reduce_bytes, "{case:?}: all-reduce");
+        let memory = last.memory;
+        for (what, got, expected) in [
+            ("parameters", memory.params_bytes, held.params_bytes),
+            ("gradients", memory.grads_bytes, held.grads_bytes),
+            (
+                "optimizer state",
+                memory.optimizer_bytes,
+                held.optimizer_bytes,
+            ),
+            ("reduce-scatter", reduce_scatter, sent.reduce_scatter_bytes),
+            ("all-reduce", all_reduce, sent.all_reduce_bytes),
+        ] {
+            assert_eq!(got, expected, "{case:?}: {what}");
+        }
         if settings.stage == ZeroStage::Three {
             assert!(
                 all_gather <= sent.all_gather_bytes,
@@ -50,12 +48,37 @@ pub(super) fn held_and_sent_are_the_formulas(case: &Case, outcome: &Outcome) {
         } else {
             assert_eq!(all_gather, sent.all_gather_bytes, "{case:?}: all-gather");
         }
-        let [after_two, in_all] = summary.backing_allocations;
-        assert_eq!(
-            after_two, in_all,
-            "{case:?}: the pool took memory after the second step"
-        );
+        memory_stays(summary, &format!("{case:?}"));
     }
+}
+
+/// Asserts that the pool took no memory after the second step.
+pub(super) fn memory_stays(summary: &RankSummary, what: &str) {
+    let [after_two, in_all] = summary.backing_allocations;
+    assert_eq!(
+        after_two, in_all,
+        "{what}: the pool took memory after the second step"
+    );
+}
+
+/// The bytes of a rank that are known before the run.
+pub(super) fn planned(workload: &ModelWorkload, outcome: &Outcome) -> RankBytes {
+    let activations = workload.config.activations_bytes(&workload.options);
+    let passes = workload.config.passes();
+    RankBytes::new(
+        &outcome.settings,
+        &outcome.layout,
+        &passes,
+        activations,
+        true,
+    )
+    .unwrap()
+}
+
+/// The peak of rank 0 over all steps.
+pub(super) fn peak_bytes(outcome: &Outcome) -> u64 {
+    let steps = outcome.steps.iter();
+    steps.map(|step| step.memory.peak_bytes).max().unwrap()
 }
 
 #[test]
@@ -142,22 +165,8 @@ fn peak_is_known_before_the_run() {
             };
             let workload = case.tiny();
             let outcome = case.run(&workload);
-            let activations = workload.config.activations_bytes(&workload.options);
-            let passes = workload.config.passes();
-            let planned = RankBytes::new(
-                &outcome.settings,
-                &outcome.layout,
-                &passes,
-                activations,
-                true,
-            )
-            .unwrap();
-            let peak = outcome
-                .steps
-                .iter()
-                .map(|step| step.memory.peak_bytes)
-                .max()
-                .unwrap();
+            let planned = planned(&workload, &outcome);
+            let peak = peak_bytes(&outcome);
             // Losses, flags and statistics are a few KiB, as is the padding that is not saved.
             assert!(
                 planned.total().abs_diff(peak) < 8 << 10,

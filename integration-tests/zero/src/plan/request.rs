@@ -348,7 +348,7 @@ impl PlanRequest {
                 partition_activations: record.activations.partition_activations,
                 sequence_parallel: record.activations.sequence_parallel,
                 activation_checkpointing: record.activations.activation_checkpointing,
-                ..options(record.batch.micro_batch)
+                ..ModelOptions::new(record.batch.micro_batch as usize, 1, DType::F32)
             },
             run,
             recompute_gelu: Some(record.activations.recompute_gelu),
@@ -419,23 +419,6 @@ impl PlanRequest {
     }
 }
 
-/// Options of a model with micro-batches of this size, alone.
-fn options(micro_batch: u64) -> ModelOptions {
-    ModelOptions {
-        micro_batch: micro_batch as usize,
-        seq_len: 1,
-        sequence_ranks: 1,
-        tensor_ranks: 1,
-        partition_activations: false,
-        sequence_parallel: false,
-        dtype: DType::F32,
-        activation_checkpointing: false,
-        offload_activations: false,
-        matmul_timing: false,
-        recompute_gelu: false,
-    }
-}
-
 /// Checks the GPUs and the nodes.
 fn check_gpus(args: &PlanArgs) -> Result<(), CliError> {
     let gpus = args.gpus();
@@ -501,7 +484,7 @@ fn run_of(
         partition_activations: has_parts && all.partition_activations.unwrap_or(false),
         sequence_parallel: has_parts && all.sequence_parallel.unwrap_or(false),
         activation_checkpointing: checkpointing,
-        ..options(batch.micro_batch)
+        ..ModelOptions::new(batch.micro_batch as usize, 1, DType::F32)
     };
     Ok((settings, options))
 }

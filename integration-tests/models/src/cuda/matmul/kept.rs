@@ -306,6 +306,11 @@ mod tests {
 
     const SUBJECT: &str = "a card\na product";
 
+    fn keep(choices: &Choices, subject: &str, choice: &str) {
+        let locked = choices.lock(subject, Duration::ZERO).unwrap();
+        locked.write("", choice).unwrap();
+    }
+
     #[test]
     fn choice_is_read_by_its_subject_alone() {
         let folder = tempfile::tempdir().unwrap();
@@ -329,11 +334,7 @@ mod tests {
     fn damaged_and_foreign_files_are_not_read() {
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(folder.path());
-        choices
-            .lock(SUBJECT, Duration::ZERO)
-            .unwrap()
-            .write("", "abc")
-            .unwrap();
+        keep(&choices, SUBJECT, "abc");
         let path = choices.path(SUBJECT);
         let good = std::fs::read(&path).unwrap();
         let mut damaged: Vec<Vec<u8>> =
@@ -346,11 +347,7 @@ mod tests {
         }
 
         // A whole file under the name of another.
-        choices
-            .lock("other", Duration::ZERO)
-            .unwrap()
-            .write("", "abc")
-            .unwrap();
+        keep(&choices, "other", "abc");
         damaged.push(std::fs::read(choices.path("other")).unwrap());
 
         for bytes in damaged {
@@ -391,11 +388,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(folder.path());
         let path = choices.path(SUBJECT);
-        choices
-            .lock(SUBJECT, Duration::ZERO)
-            .unwrap()
-            .write("", "abc")
-            .unwrap();
+        keep(&choices, SUBJECT, "abc");
         let target = folder.path().join("another file");
         std::fs::rename(&path, &target).unwrap();
         let contents = std::fs::read(&target).unwrap();
@@ -432,11 +425,7 @@ mod tests {
         assert!(!is_trusted(1001, 1000) && !is_trusted(1000, 0));
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(folder.path());
-        choices
-            .lock(SUBJECT, Duration::ZERO)
-            .unwrap()
-            .write("", "abc")
-            .unwrap();
+        keep(&choices, SUBJECT, "abc");
         if std::os::unix::fs::chown(choices.path(SUBJECT), Some(12345), None).is_err() {
             return eprintln!("NOT TESTED with a file: only root can give one away");
         }
@@ -452,20 +441,12 @@ mod tests {
     fn open_file_stays_whole_when_it_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let choices = Choices::at(folder.path());
-        choices
-            .lock(SUBJECT, Duration::ZERO)
-            .unwrap()
-            .write("", "abc")
-            .unwrap();
+        keep(&choices, SUBJECT, "abc");
         let path = choices.path(SUBJECT);
         let before = std::fs::read_to_string(&path).unwrap();
         let mut open = File::open(&path).unwrap();
 
-        choices
-            .lock(SUBJECT, Duration::ZERO)
-            .unwrap()
-            .write("", "another")
-            .unwrap();
+        keep(&choices, SUBJECT, "another");
         let mut seen = String::new();
         open.read_to_string(&mut seen).unwrap();
         assert_eq!(seen, before);

@@ -136,6 +136,12 @@ pub(super) struct Layouts {
     pub(super) d: MatrixLayout,
 }
 
+impl Layouts {
+    fn raw(&self) -> [Raw; 4] {
+        [&self.a, &self.b, &self.c, &self.d].map(|layout| layout.0.raw)
+    }
+}
+
 /// The addresses of the four matrices.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Addresses {
@@ -206,10 +212,7 @@ impl CublasLt {
         data: [u64; 8],
         workspace_bytes: usize,
     ) -> Option<Algorithm> {
-        let a = layouts.a.0.raw;
-        let b = layouts.b.0.raw;
-        let c = layouts.c.0.raw;
-        let d = layouts.d.0.raw;
+        let [a, b, c, d] = layouts.raw();
         let mut found = Algorithm::default();
         let at = (&raw const data).cast();
         // SAFETY: live descriptors; the library checks the 64 bytes of an algorithm and writes one
@@ -263,10 +266,7 @@ impl CublasLt {
         }
         let mut found = [Algorithm::default(); CANDIDATES];
         let mut count = 0;
-        let a = layouts.a.0.raw;
-        let b = layouts.b.0.raw;
-        let c = layouts.c.0.raw;
-        let d = layouts.d.0.raw;
+        let [a, b, c, d] = layouts.raw();
         let raw = preference.raw;
         let most = CANDIDATES as c_int;
 
@@ -318,10 +318,7 @@ impl CublasLt {
         workspace: *mut c_void,
     ) -> Result<(), LibraryError> {
         let alpha = 1.0f32;
-        let a = layouts.a.0.raw;
-        let b = layouts.b.0.raw;
-        let c = layouts.c.0.raw;
-        let d = layouts.d.0.raw;
+        let [a, b, c, d] = layouts.raw();
 
         // SAFETY: live descriptors, host scalars that are read before the call returns, and the
         // caller's promise.

@@ -87,12 +87,8 @@ impl<'a> Block<'a> {
         attention: &'a Attention,
         a: BlockSlices,
     ) -> Self {
-        let of = BlockParams::new(
-            cx.p.ranges
-                .block
-                .clone()
-                .map(|range| cx.p.params[0].slice(range)),
-        );
+        let ranges = cx.p.ranges.block.clone();
+        let of = ranges.map(|range| cx.p.params[0].slice(range));
         let linear = |[weight, bias]: [AnySlice; 2], outputs| Linear {
             weight,
             bias,
@@ -268,7 +264,7 @@ impl<'a> Block<'a> {
     pub(super) fn backward(&self, x: AnySlice) -> Result<(), ModelError> {
         let PassContext { s, p, .. } = *self.cx;
         let a = self.a;
-        let g = BlockParams::new(p.ranges.block.clone().map(|range| p.grads[0].slice(range)));
+        let g = p.ranges.block.clone().map(|range| p.grads[0].slice(range));
         let narrow = s.narrow.slice(0..s.dres.len());
         let sums = self.sums(&g);
         let [of_norm1, of_norm2] = &sums.norms;

@@ -54,10 +54,7 @@ pub(super) fn losses(
         logits(ops, stream, part, h.out.slice(start * c..end * c), p, vocab)?;
         let losses = s.losses.slice(start..end);
         let targets = targets.slice(start..end);
-        match tensor {
-            None => cross_entropy::forward(&ops.kernels, stream, part, losses, targets, vocab)?,
-            Some(group) => loss_of_parts(ops, stream, group, part, losses, targets, None)?,
-        }
+        loss_of_rows(ops, stream, (vocab, tensor), part, losses, targets, None)?;
     }
     Ok(())
 }
@@ -71,17 +68,20 @@ fn chunk_rows(s: &ScratchSlices, stride: usize, tensor: Option<&TensorGroup<Cuda
     }
 }
 
-/// The losses and, with a scale, the gradient of rows of this rank's part of the logits.
-fn loss_of_parts(
+/// The losses and, with a scale, the gradient of rows of logits, or of this rank's part of them.
+fn loss_of_rows(
     ops: &Ops,
     stream: &CudaStream,
-    group: &TensorGroup<CudaDevice>,
+    (vocab, tensor): (usize, Option<&TensorGroup<CudaDevice>>),
     logits: AnySlice,
     losses: DeviceSlice<f32>,
     targets: DeviceSlice<u32>,
     scale: Option<Scale>,
 ) -> Result<(), OpError> {
     let kernels = &ops.kernels;
+    let Some(group) = tensor else {
+        return cross_entropy::forward(kernels, stream, logits, losses, targets, vocab, scale);
+    };
     let part = group.part();
     let [own, stats] = group.stats(targets.len());
     cross_entropy::part_statistics(kernels, stream, own, logits, targets, part)?;
@@ -152,12 +152,8 @@ pub(super) fn backward(
         logits(ops, stream, part, out, &p, vocab)?;
         let losses = s.losses.slice(start..end);
         let targets = targets.slice(start..end);
-        match cx.tensor {
-            None => cross_entropy::forward_backward(
-                kernels, stream, part, losses, targets, vocab, scale,
-            )?,
-            Some(group) => loss_of_parts(ops, stream, group, part, losses, targets, Some(scale))?,
-        }
+        let of = (vocab, cx.tensor);
+        loss_of_rows(ops, stream, of, part, losses, targets, Some(scale))?;
         let dlogits = Matrix::with_stride(part, w.len() / c, stride);
         let product = Product::new(dlogits, Matrix::new(w, c), Matrix::new(dout, c));
         ops.matmul.run(stream, &product)?;

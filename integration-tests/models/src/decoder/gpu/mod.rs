@@ -248,13 +248,9 @@ impl GpuDecoder {
             };
             head::backward(&self.config, &cx, &self.buffers.head, input, targets, scale)?;
             if self.is_first() {
-                cross_entropy::add_over(
-                    &self.ops.kernels,
-                    stream,
-                    self.buffers.loss,
-                    scratch.losses,
-                    divisor,
-                )?;
+                let loss = self.buffers.loss;
+                let kernels = &self.ops.kernels;
+                cross_entropy::add(kernels, stream, loss, scratch.losses, Some(divisor))?;
             }
         } else {
             let block = self.block(&cx, block);
@@ -514,13 +510,14 @@ unsafe impl Model<CudaDevice> for GpuDecoder {
         if !self.is_first() {
             return Ok(());
         }
-        Ok(cross_entropy::add_sum(
+        let own = tokens / self.options.sequence_ranks;
+        let losses = scratch.losses.slice(0..own);
+        Ok(cross_entropy::add(
             &ops.kernels,
             stream,
             *loss,
-            scratch
-                .losses
-                .slice(0..tokens / self.options.sequence_ranks),
+            losses,
+            None,
         )?)
     }
 

@@ -299,19 +299,7 @@ mod tests {
     #[test]
     fn logits_are_capped_where_rows_fill_the_device() {
         let rows = |preset: &str, micro_batch, seq_len| {
-            let options = ModelOptions {
-                micro_batch,
-                seq_len,
-                sequence_ranks: 1,
-                tensor_ranks: 1,
-                partition_activations: false,
-                sequence_parallel: false,
-                dtype: DType::Bf16,
-                activation_checkpointing: false,
-                offload_activations: false,
-                matmul_timing: false,
-                recompute_gelu: false,
-            };
+            let options = ModelOptions::new(micro_batch, seq_len, DType::Bf16);
             let config = ModelConfig::preset(preset).unwrap();
             logits_rows(config.vocab_size(), config.hidden(), &options)
         };

@@ -81,6 +81,6 @@ impl PassContext<'_> {
     /// Adds partial sums to gradients, or writes them there: `range` has those of `outs`.
     pub(crate) fn finish_sums(&self, outs: &[SumOut], range: Range<usize>) -> Result<(), OpError> {
         let sums = self.s.sums.slice(range);
-        column_sums::finish_sums(&self.ops.kernels, self.stream, outs, sums)
+        column_sums::sum_partials(&self.ops.kernels, self.stream, outs, sums, 1)
     }
 }
