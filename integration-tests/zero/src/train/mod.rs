@@ -32,7 +32,6 @@ mod session;
 mod setup;
 pub(crate) mod signals;
 mod start_ranks;
-mod start_ranks;
 mod summary;
 mod tfrecord;
 mod utilization;
