@@ -253,22 +253,16 @@ mod tests {
     fn malformed_records_are_named() {
         let third = record(READY, 3, [7]);
         assert_eq!(number(&third, 2), 7);
-        assert!(matches!(
-            records(&third, None),
-            Err(CkptError::BadFrame { rank: 0, .. })
-        ));
-        assert!(matches!(
-            records(&[0; RECORD_BYTES], None),
-            Err(CkptError::BadFrame { .. })
-        ));
-        assert!(matches!(
-            records(&third[1..], None),
-            Err(CkptError::BadArgument { .. })
-        ));
-        assert!(matches!(
-            records(&record(READY, 0, []), Some(2)),
-            Err(CkptError::BadArgument { .. })
-        ));
+        let bad_frame = |gathered: &[u8]| match records(gathered, None) {
+            Err(CkptError::BadFrame { rank, .. }) => rank,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(bad_frame(&third), 0);
+        assert_eq!(bad_frame(&[0; RECORD_BYTES]), 0);
+        for (gathered, ranks) in [(&third[1..], None), (&record(READY, 0, []), Some(2))] {
+            let error = records(gathered, ranks).unwrap_err();
+            assert!(matches!(error, CkptError::BadArgument { .. }), "{error}");
+        }
     }
 
     /// Counts the messages, and fails from number `fails_at` on.

@@ -10,7 +10,7 @@
 //! `rules/mod.rs` and `cuda/source.rs`. A kernel's parameters are, in this order: the master
 //! weights, or the parameter and its remainder; the slots; the gradient; the parameter to write, if
 //! the master is another array; `const StepScalars *`; a struct with the words of
-//! [`CudaKernel::new`]'s constants; `Span`.
+//! [`CudaKernel`]'s constants; `Span`.
 
 use std::fmt;
 use std::ops::Range;
@@ -321,30 +321,15 @@ pub(crate) const fn float_index(dtype: DType) -> Option<usize> {
     }
 }
 
-/// A CUDA kernel of this crate for an update.
+/// A CUDA kernel of this crate for an update: its parameters are those of `form` and a struct of the
+/// words `constants`. tests/nvrtc.rs compares them with the compiled kernel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CudaKernel {
     /// The arguments that it accepts.
     pub(crate) form: UpdateForm,
+    /// The file.
     pub(crate) source: &'static str,
+    /// The kernel in it.
     pub(crate) entry: &'static str,
     pub(crate) constants: Vec<u32>,
-}
-
-impl CudaKernel {
-    /// The kernel `entry` of the file `source`, whose parameters are those of `form` and a struct
-    /// of the words `constants`. tests/nvrtc.rs compares them with the compiled kernel.
-    pub(crate) const fn new(
-        form: UpdateForm,
-        source: &'static str,
-        entry: &'static str,
-        constants: Vec<u32>,
-    ) -> Self {
-        Self {
-            form,
-            source,
-            entry,
-            constants,
-        }
-    }
 }

@@ -538,18 +538,7 @@ mod tests {
     use super::*;
 
     fn groups(rules: &[GroupRules], runs: &[(Range<usize>, usize)]) -> ParamGroups {
-        let runs = runs
-            .iter()
-            .map(|(elems, group)| GroupRun {
-                elems: elems.clone(),
-                group: *group,
-            })
-            .collect();
-        ParamGroups {
-            rules: rules.to_vec(),
-            runs,
-            ..ParamGroups::default()
-        }
+        ParamGroups::new(rules.to_vec(), runs.iter().cloned())
     }
 
     fn resolve(
@@ -651,14 +640,7 @@ mod tests {
             assert!(matches!(error, OptimError::Runs { .. }), "{error}");
         }
 
-        let bad = groups(
-            &[GroupRules {
-                lr_scale: -1.0,
-                ..GroupRules::default()
-            }],
-            &[(0..10, 0)],
-        );
-
+        let bad = groups(&[GroupRules::default().lr_scale(-1.0)], &[(0..10, 0)]);
         let error = resolve(&bad, &segments, 10).unwrap_err();
         assert_eq!(
             error.to_string(),

@@ -94,34 +94,16 @@ mod tests {
         (step, value): (u64, f32),
         at: impl Fn(SavePoint) + Send + Sync + 'static,
     ) -> Result<PublishedCheckpoint, CkptError> {
-        let layout = Layout::new(
-            &[UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])],
-            1,
-            1,
-        )
-        .unwrap();
+        let units = [UnitSpec::new("head", [ParamSpec::new("w", [3, 5])])];
+        let layout = Layout::new(&units, 1, 1).unwrap();
         let values = [value; 15];
         let mut shard = ShardData::new(&layout, 0).unwrap();
         shard.storage_f32("master", &values).unwrap();
 
-        let store = Store::create(
-            path,
-            0,
-            StoreOptions {
-                keep_last: Some(2),
-                ..StoreOptions::default()
-            },
-        )?;
-
-        let meta = SaveMeta {
-            step,
-            ..SaveMeta::default()
-        };
-
-        let store = store.observe(at);
+        let store = Store::create(path, 0, StoreOptions::default().keep_last(2))?.observe(at);
         // On this thread, to which `WITHOUT_EXCHANGE` applies.
         let staged = store.stage(step, &shard);
-        store.publish(&meta, &layout, vec![staged])
+        store.publish(&SaveMeta::default().step(step), &layout, vec![staged])
     }
 
     /// The step and value that a reader finds.

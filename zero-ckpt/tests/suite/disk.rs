@@ -60,6 +60,8 @@ fn full_disk_fails_the_save_on_all_ranks() {
         .collect();
     let first = save_with(&stores, &layout, 1, 1);
     assert!(first.iter().all(Result::is_ok), "{first:?}");
+    // A thread removes the description of step 1.
+    assert_eq!(stores[0].finish_removals(), [""; 0]);
     let filler = disk.path().join("filler");
     let mut failed = 0;
     let mut saved = 0;

@@ -18,9 +18,16 @@ const ALIGN: u64 = 16;
 /// Cuts by name.
 type Cuts = HashMap<String, TensorCut>;
 
+/// Whole units, and the cut of each of their parameters.
+#[derive(Clone, Debug)]
+struct Model {
+    units: Vec<UnitSpec>,
+    cuts: Cuts,
+}
+
 /// A small GPT-2: a vocabulary that no number of ranks divides, fused columns, rows, replicated
 /// vectors, a scalar.
-fn gpt2() -> (Vec<UnitSpec>, Cuts) {
+fn gpt2() -> Model {
     let whole = TensorCut::Replicated;
     let rows = TensorCut::Dim { dim: 0, blocks: 1 };
     let columns = |blocks| TensorCut::Dim { dim: 1, blocks };
@@ -53,68 +60,7 @@ fn gpt2() -> (Vec<UnitSpec>, Cuts) {
         unit("nothing", &[]),
         unit("head", &[("ln_f", vec![3], whole)]),
     ];
-    (units, cuts)
-}
-
-fn cut_of(cuts: &Cuts) -> impl Fn(&ParamSpec) -> TensorCut + '_ {
-    |param| cuts[&param.name]
-}
-
-/// The layout of one rank's part over `data_ranks` ranks.
-fn local(units: &[UnitSpec], cuts: &Cuts, part: TensorPart, data_ranks: u64) -> Layout {
-    let units: Vec<_> = units
-        .iter()
-        .map(|unit| part.unit(unit, cut_of(cuts)).unwrap())
-        .collect();
-    Layout::new(&units, data_ranks, ALIGN).unwrap()
-}
-
-/// The shard storage of a data-parallel rank of a part, by the indices of the whole parameters.
-fn storage(
-    units: &[UnitSpec],
-    cuts: &Cuts,
-    part: TensorPart,
-    layout: &Layout,
-    rank: u64,
-    state: &str,
-) -> Vec<f32> {
-    let whole: HashMap<_, _> = units
-        .iter()
-        .flat_map(|unit| &unit.params)
-        .map(|param| (param.name.as_str(), param))
-        .collect();
-    let mut out = vec![0.0; layout.shard_elems() as usize];
-    for piece in layout.rank_pieces(rank).unwrap() {
-        let name = &layout.param(piece.id).unwrap().name;
-        let param = whole[name.as_str()];
-        let first = piece.in_param.start;
-        for run in part.runs(param, cuts[name], piece.in_param).unwrap() {
-            let at = (piece.in_storage.start + run.in_part.start - first) as usize;
-            for (i, elem) in run.in_whole.into_iter().flatten().enumerate() {
-                out[at + i] = value(9, state, name, elem);
-            }
-        }
-    }
-    out
-}
-
-/// The layout of the joined units, and the states of each rank in it.
-fn joined(
-    (units, cuts): (&[UnitSpec], &Cuts),
-    [tensor_ranks, data_ranks]: [u64; 2],
-) -> (Layout, Vec<[Vec<f32>; 3]>) {
-    let described = TensorParallel::new(units, tensor_ranks, cut_of(cuts)).unwrap();
-    let joined = described.joined_units(data_ranks, ALIGN).unwrap();
-    let joined = Layout::new(&joined, tensor_ranks * data_ranks, ALIGN).unwrap();
-    let mut ranks = Vec::new();
-    for m in 0..tensor_ranks {
-        let part = TensorPart::new(m, tensor_ranks).unwrap();
-        let layout = local(units, cuts, part, data_ranks);
-        for d in 0..data_ranks {
-            ranks.push(STATES.map(|state| storage(units, cuts, part, &layout, d, state)));
-        }
-    }
-    (joined, ranks)
+    Model { units, cuts }
 }
 
 fn shard<'a>(layout: &'a Layout, rank: u64, states: &'a [Vec<f32>; 3]) -> ShardData<'a> {
@@ -125,52 +71,103 @@ fn shard<'a>(layout: &'a Layout, rank: u64, states: &'a [Vec<f32>; 3]) -> ShardD
     shard
 }
 
-/// Saves a checkpoint of M times D ranks.
-fn save_with(
-    dir: &Path,
-    model: (&[UnitSpec], &Cuts),
-    ranks: [u64; 2],
-    meta: SaveMeta,
-) -> Result<(), CkptError> {
-    let (layout, states) = joined(model, ranks);
-    let stage = |(rank, states): (usize, &[Vec<f32>; 3])| {
-        let store = Store::create(dir, rank as u64, StoreOptions::default()).unwrap();
-        store.stage(meta.step, &shard(&layout, rank as u64, states))
-    };
-    let staged = states.iter().enumerate().map(stage).collect();
-    let store = Store::create(dir, 0, StoreOptions::default()).unwrap();
-    store.publish(&meta, &layout, staged).map(drop)
-}
+impl Model {
+    fn cut_of(&self) -> impl Fn(&ParamSpec) -> TensorCut + '_ {
+        |param| self.cuts[&param.name]
+    }
 
-fn meta(units: &[UnitSpec], cuts: &Cuts, tensor_ranks: u64) -> SaveMeta {
-    let described = TensorParallel::new(units, tensor_ranks, cut_of(cuts)).unwrap();
-    let documents = [described.document().unwrap()].into();
-    SaveMeta::default().step(1).documents(documents)
-}
+    fn params(&self) -> impl Iterator<Item = &ParamSpec> {
+        self.units.iter().flat_map(|unit| &unit.params)
+    }
 
-fn save(dir: &Path, model: (&[UnitSpec], &Cuts), ranks: [u64; 2]) {
-    save_with(dir, model, ranks, meta(model.0, model.1, ranks[0])).unwrap();
-}
+    fn described(&self, tensor_ranks: u64) -> TensorParallel {
+        TensorParallel::new(&self.units, tensor_ranks, self.cut_of()).unwrap()
+    }
 
-/// Asserts that all ranks of `tensor_ranks` times `data_ranks` load what they would have saved.
-fn assert_parts_load(
-    reader: &Reader,
-    (units, cuts): (&[UnitSpec], &Cuts),
-    [tensor_ranks, data_ranks]: [u64; 2],
-) {
-    for m in 0..tensor_ranks {
-        let part = TensorPart::new(m, tensor_ranks).unwrap();
-        let layout = local(units, cuts, part, data_ranks);
-        let view = reader.view_of_part(&layout, part, cut_of(cuts)).unwrap();
-        for rank in 0..data_ranks {
-            for state in STATES {
-                let mut got = vec![f32::NAN; layout.shard_elems() as usize];
-                view.read_storage(state, rank, &mut got).unwrap();
-                let expected = storage(units, cuts, part, &layout, rank, state);
-                assert!(
-                    bits(&got) == bits(&expected),
-                    "part {m} of {tensor_ranks}, rank {rank} of {data_ranks}, {state}"
-                );
+    /// The layout of one rank's part over `data_ranks` ranks.
+    fn local(&self, part: TensorPart, data_ranks: u64) -> Layout {
+        let unit = |unit| part.unit(unit, self.cut_of()).unwrap();
+        let units: Vec<_> = self.units.iter().map(unit).collect();
+        Layout::new(&units, data_ranks, ALIGN).unwrap()
+    }
+
+    /// The shard storage of a data-parallel rank of a part, by the indices of the whole parameters.
+    fn storage(&self, part: TensorPart, layout: &Layout, rank: u64, state: &str) -> Vec<f32> {
+        let whole: HashMap<_, _> = self.params().map(|param| (&param.name, param)).collect();
+        let mut out = vec![0.0; layout.shard_elems() as usize];
+        for piece in layout.rank_pieces(rank).unwrap() {
+            let name = &layout.param(piece.id).unwrap().name;
+            let first = piece.in_param.start;
+            let runs = part.runs(whole[name], self.cuts[name], piece.in_param);
+            for run in runs.unwrap() {
+                let at = (piece.in_storage.start + run.in_part.start - first) as usize;
+                for (i, elem) in run.in_whole.into_iter().flatten().enumerate() {
+                    out[at + i] = value(9, state, name, elem);
+                }
+            }
+        }
+        out
+    }
+
+    /// The layout of the joined units, and the states of each rank in it.
+    fn joined(&self, [tensor_ranks, data_ranks]: [u64; 2]) -> (Layout, Vec<[Vec<f32>; 3]>) {
+        let joined = self.described(tensor_ranks).joined_units(data_ranks, ALIGN);
+        let joined = Layout::new(&joined.unwrap(), tensor_ranks * data_ranks, ALIGN).unwrap();
+        let mut ranks = Vec::new();
+        for m in 0..tensor_ranks {
+            let part = TensorPart::new(m, tensor_ranks).unwrap();
+            let layout = self.local(part, data_ranks);
+            for d in 0..data_ranks {
+                ranks.push(STATES.map(|state| self.storage(part, &layout, d, state)));
+            }
+        }
+        (joined, ranks)
+    }
+
+    /// Saves a checkpoint of M times D ranks.
+    fn save_with(&self, dir: &Path, ranks: [u64; 2], meta: SaveMeta) -> Result<(), CkptError> {
+        let (layout, states) = self.joined(ranks);
+        let stage = |(rank, states): (usize, &[Vec<f32>; 3])| {
+            let store = Store::create(dir, rank as u64, StoreOptions::default()).unwrap();
+            store.stage(meta.step, &shard(&layout, rank as u64, states))
+        };
+        let staged = states.iter().enumerate().map(stage).collect();
+        let store = Store::create(dir, 0, StoreOptions::default()).unwrap();
+        store.publish(&meta, &layout, staged).map(drop)
+    }
+
+    fn meta(&self, tensor_ranks: u64) -> SaveMeta {
+        let documents = [self.described(tensor_ranks).document().unwrap()].into();
+        SaveMeta::default().step(1).documents(documents)
+    }
+
+    fn save(&self, dir: &Path, ranks: [u64; 2]) {
+        self.save_with(dir, ranks, self.meta(ranks[0])).unwrap();
+    }
+
+    /// A directory with a checkpoint of M times D ranks.
+    fn saved(&self, ranks: [u64; 2]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        self.save(dir.path(), ranks);
+        dir
+    }
+
+    /// Asserts that all ranks of `tensor_ranks` times `data_ranks` load what they would have saved.
+    fn assert_parts_load(&self, reader: &Reader, [tensor_ranks, data_ranks]: [u64; 2]) {
+        for m in 0..tensor_ranks {
+            let part = TensorPart::new(m, tensor_ranks).unwrap();
+            let layout = self.local(part, data_ranks);
+            let view = reader.view_of_part(&layout, part, self.cut_of()).unwrap();
+            for rank in 0..data_ranks {
+                for state in STATES {
+                    let mut got = vec![f32::NAN; layout.shard_elems() as usize];
+                    view.read_storage(state, rank, &mut got).unwrap();
+                    let expected = self.storage(part, &layout, rank, state);
+                    assert!(
+                        bits(&got) == bits(&expected),
+                        "part {m} of {tensor_ranks}, rank {rank} of {data_ranks}, {state}"
+                    );
+                }
             }
         }
     }
@@ -178,17 +175,15 @@ fn assert_parts_load(
 
 #[test]
 fn any_part_loads_from_any_other() {
-    let (units, cuts) = gpt2();
-    let model = (&units[..], &cuts);
+    let model = gpt2();
     for from in [1, 2, 4] {
         for data_ranks in [1, 2, 3] {
-            let dir = tempfile::tempdir().unwrap();
-            save(dir.path(), model, [from, data_ranks]);
+            let dir = model.saved([from, data_ranks]);
             let reader = Reader::open(dir.path()).unwrap();
             assert_eq!(reader.tensor_parallel().unwrap().ranks, from);
             assert!(reader.verify().problems.is_empty());
             for to in [1, 2, 3, 4] {
-                assert_parts_load(&reader, model, [to, 4 - data_ranks]);
+                model.assert_parts_load(&reader, [to, 4 - data_ranks]);
             }
         }
     }
@@ -196,28 +191,28 @@ fn any_part_loads_from_any_other() {
 
 #[test]
 fn part_of_a_plain_checkpoint_loads() {
-    let (units, cuts) = gpt2();
-    let model = (&units[..], &cuts);
+    let model = gpt2();
     let dir = tempfile::tempdir().unwrap();
-    save_with(dir.path(), model, [1, 3], SaveMeta::default()).unwrap();
+    model
+        .save_with(dir.path(), [1, 3], SaveMeta::default())
+        .unwrap();
     let reader = Reader::open(dir.path()).unwrap();
     assert_eq!(reader.tensor_parallel(), None);
     for to in [1, 2, 4] {
-        assert_parts_load(&reader, model, [to, 2]);
+        model.assert_parts_load(&reader, [to, 2]);
     }
 }
 
 #[test]
 fn reader_of_a_part_has_views_of_it() {
-    let (units, cuts) = gpt2();
-    let dir = tempfile::tempdir().unwrap();
-    save(dir.path(), (&units, &cuts), [2, 2]);
+    let model = gpt2();
+    let dir = model.saved([2, 2]);
     let part = TensorPart::new(2, 3).unwrap();
-    let layout = local(&units, &cuts, part, 2);
+    let layout = model.local(part, 2);
     let reader = Reader::open(dir.path()).unwrap();
-    let reader = reader.of_part(part, cut_of(&cuts)).unwrap();
+    let reader = reader.of_part(part, model.cut_of()).unwrap();
     let got = read(&reader, &layout, "master", 1).unwrap();
-    let expected = storage(&units, &cuts, part, &layout, 1, "master");
+    let expected = model.storage(part, &layout, 1, "master");
     assert_eq!(bits(&got), bits(&expected));
 
     // Parameters by name stay whole, and the part of one rank is the whole model.
@@ -225,13 +220,17 @@ fn reader_of_a_part_has_views_of_it() {
     reader
         .read_param("master", "embedding.wte", 360..372, &mut row)
         .unwrap();
-    let reader = reader.of_part(TensorPart::whole(), cut_of(&cuts)).unwrap();
-    assert!(reader.view(&Layout::new(&units, 3, 1).unwrap()).is_ok());
+    let reader = reader.of_part(TensorPart::whole(), model.cut_of()).unwrap();
+    assert!(
+        reader
+            .view(&Layout::new(&model.units, 3, 1).unwrap())
+            .is_ok()
+    );
 }
 
 #[test]
 fn export_joins_the_parts() {
-    let (units, cuts) = gpt2();
+    let model = gpt2();
     let dir = tempfile::tempdir().unwrap();
     let exported = |tensor_ranks: u64, data_ranks, max_file_bytes| {
         let name = format!("{tensor_ranks}-{data_ranks}-{max_file_bytes}");
@@ -240,9 +239,11 @@ fn export_joins_the_parts() {
         let plain = SaveMeta::default().step(1);
         let meta = match tensor_ranks {
             1 => plain,
-            _ => meta(&units, &cuts, tensor_ranks),
+            _ => model.meta(tensor_ranks),
         };
-        save_with(&saved, (&units, &cuts), [tensor_ranks, data_ranks], meta).unwrap();
+        model
+            .save_with(&saved, [tensor_ranks, data_ranks], meta)
+            .unwrap();
         let options = ExportOptions::default().max_file_bytes(max_file_bytes);
         let report = Reader::open(&saved)
             .unwrap()
@@ -258,7 +259,7 @@ fn export_joins_the_parts() {
             assert!(exported(tensor_ranks, data_ranks, max_file_bytes).0 == expected);
         }
         let folder = TensorFolder::open(&out).unwrap();
-        for param in units.iter().flat_map(|unit| &unit.params) {
+        for param in model.params() {
             let elems = param.numel_elems().unwrap();
             let mut got = vec![0.0; elems as usize];
             folder.read(&param.name, 0..elems, &mut got).unwrap();
@@ -272,13 +273,11 @@ fn export_joins_the_parts() {
 
 #[test]
 fn description_lists_whole_parameters() {
-    let (units, cuts) = gpt2();
-    let dir = tempfile::tempdir().unwrap();
-    save(dir.path(), (&units, &cuts), [2, 1]);
+    let model = gpt2();
+    let dir = model.saved([2, 1]);
     let text = Reader::open(dir.path()).unwrap().describe();
-    let elements: u64 = units
-        .iter()
-        .flat_map(|unit| &unit.params)
+    let elements: u64 = model
+        .params()
         .map(|param| param.numel_elems().unwrap())
         .sum();
     let expected = [
@@ -297,27 +296,22 @@ fn description_lists_whole_parameters() {
 
 #[test]
 fn resume_at_other_ranks_saves_into_the_same_directory() {
-    let (units, cuts) = gpt2();
+    let model = gpt2();
     let dir = tempfile::tempdir().unwrap();
     for (step, ranks) in [[1, 2], [2, 1], [4, 1]].into_iter().enumerate() {
-        let meta = meta(&units, &cuts, ranks[0]).step(step as u64);
-        save_with(dir.path(), (&units, &cuts), ranks, meta).unwrap();
+        let meta = model.meta(ranks[0]).step(step as u64);
+        model.save_with(dir.path(), ranks, meta).unwrap();
     }
     let store = Store::create(dir.path(), 0, StoreOptions::default()).unwrap();
     let whole = zero_ckpt::ModelSpec {
-        units: units.clone(),
+        units: model.units.clone(),
     };
     store.check_model(&whole).unwrap();
     drop(store);
 
-    let mut other = units;
-    other[3].params[0].shape = vec![4];
-    let error = save_with(
-        dir.path(),
-        (&other, &cuts),
-        [2, 1],
-        meta(&other, &cuts, 2).step(9),
-    );
+    let mut other = model;
+    other.units[3].params[0].shape = vec![4];
+    let error = other.save_with(dir.path(), [2, 1], other.meta(2).step(9));
     let error = error.unwrap_err().to_string();
     says(
         &error,
@@ -327,14 +321,14 @@ fn resume_at_other_ranks_saves_into_the_same_directory() {
 
 #[test]
 fn staged_save_is_assembled() {
-    let (units, cuts) = gpt2();
+    let model = gpt2();
     let dir = tempfile::tempdir().unwrap();
-    let (layout, states) = joined((&units, &cuts), [2, 1]);
+    let (layout, states) = model.joined([2, 1]);
     let save = |run: &str| {
         on_ranks(2, |rank, world| {
             let store = open(dir.path(), rank, &crate::common::run(run), world);
             let shard = shard(&layout, rank, &states[rank as usize]);
-            let meta = meta(&units, &cuts, 2);
+            let meta = model.meta(2);
             store.save(&meta, &shard, &mut world.rank(rank)).is_ok()
         })
     };
@@ -345,22 +339,22 @@ fn staged_save_is_assembled() {
     assemble(&new, &[dir.path()]).unwrap();
     let reader = Reader::open(&new).unwrap();
     assert_eq!(reader.manifest().run.as_deref(), Some("b"));
-    assert_parts_load(&reader, (&units, &cuts), [3, 1]);
+    model.assert_parts_load(&reader, [3, 1]);
 }
 
 #[test]
 fn contradicting_document_is_not_published() {
-    let (units, cuts) = gpt2();
+    let model = gpt2();
     let dir = tempfile::tempdir().unwrap();
     let error = |document: serde_json::Value| {
         let documents = [(TENSOR_PARALLEL_JSON.to_owned(), document)].into();
         let meta = SaveMeta::default().step(1).documents(documents);
-        let saved = save_with(dir.path(), (&units, &cuts), [2, 3], meta);
+        let saved = model.save_with(dir.path(), [2, 3], meta);
         let error = saved.unwrap_err().to_string();
         assert!(error.contains(TENSOR_PARALLEL_JSON), "{error}");
         error
     };
-    let good = TensorParallel::new(&units, 2, cut_of(&cuts)).unwrap();
+    let good = model.described(2);
     let changed = |change: &dyn Fn(&mut TensorParallel)| {
         let mut document = good.clone();
         change(&mut document);
@@ -392,11 +386,11 @@ fn contradicting_document_is_not_published() {
 
 #[test]
 fn damaged_or_missing_document_is_an_error() {
-    let (units, cuts) = gpt2();
+    let model = gpt2();
     let dir = tempfile::tempdir().unwrap();
     for step in [1, 2] {
-        let meta = meta(&units, &cuts, 2).step(step);
-        save_with(dir.path(), (&units, &cuts), [2, 1], meta).unwrap();
+        let meta = model.meta(2).step(step);
+        model.save_with(dir.path(), [2, 1], meta).unwrap();
     }
     let newest = dir.path().join("step-00000002");
     let path = newest.join(TENSOR_PARALLEL_JSON);
@@ -413,8 +407,8 @@ fn damaged_or_missing_document_is_an_error() {
         resolve(dir.path()).unwrap().passed_over[0].0,
         "step-00000002"
     );
-    let meta = meta(&units, &cuts, 4).step(3);
-    save_with(dir.path(), (&units, &cuts), [4, 1], meta).unwrap();
+    let meta = model.meta(4).step(3);
+    model.save_with(dir.path(), [4, 1], meta).unwrap();
 
     std::fs::remove_file(&path).unwrap();
     fails(Reader::open(&newest), &[TENSOR_PARALLEL_JSON]);
@@ -422,11 +416,13 @@ fn damaged_or_missing_document_is_an_error() {
 
 #[test]
 fn checkpoint_without_a_document_says_so() {
-    let (units, cuts) = gpt2();
+    let model = gpt2();
     let dir = tempfile::tempdir().unwrap();
-    save_with(dir.path(), (&units, &cuts), [2, 1], SaveMeta::default()).unwrap();
+    model
+        .save_with(dir.path(), [2, 1], SaveMeta::default())
+        .unwrap();
     let reader = Reader::open(dir.path()).unwrap();
-    let layout = Layout::new(&units, 1, 1).unwrap();
+    let layout = Layout::new(&model.units, 1, 1).unwrap();
     fails(
         reader.view(&layout),
         &[
@@ -439,16 +435,15 @@ fn checkpoint_without_a_document_says_so() {
 
 #[test]
 fn wrong_parts_are_rejected() {
-    let (units, mut cuts) = gpt2();
-    let dir = tempfile::tempdir().unwrap();
-    save(dir.path(), (&units, &cuts), [2, 2]);
+    let mut model = gpt2();
+    let dir = model.saved([2, 2]);
     let reader = Reader::open(dir.path()).unwrap();
     let part = TensorPart::new(1, 3).unwrap();
-    let layout = local(&units, &cuts, part, 2);
+    let layout = model.local(part, 2);
 
     let other = TensorPart::new(1, 2).unwrap();
     let error = reader
-        .view_of_part(&layout, other, cut_of(&cuts))
+        .view_of_part(&layout, other, model.cut_of())
         .err()
         .unwrap();
     let text = error.to_string();
@@ -460,7 +455,7 @@ fn wrong_parts_are_rejected() {
     );
     fails(reader.view(&layout), &["[31, 12] in the checkpoint"]);
 
-    let view = reader.view_of_part(&layout, part, cut_of(&cuts)).unwrap();
+    let view = reader.view_of_part(&layout, part, model.cut_of()).unwrap();
     let mut out = [0.0; 4];
     let text = |result: Result<(), CkptError>| result.unwrap_err().to_string();
     assert!(text(view.read_range("momentum", 1, 0..4, &mut out)).contains("it has master"));
@@ -473,12 +468,12 @@ fn wrong_parts_are_rejected() {
     let five = TensorPart::new(1, 5).unwrap();
     for error in [
         reader
-            .view_of_part(&layout, five, cut_of(&cuts))
+            .view_of_part(&layout, five, model.cut_of())
             .err()
             .unwrap(),
         Reader::open(dir.path())
             .unwrap()
-            .of_part(five, cut_of(&cuts))
+            .of_part(five, model.cut_of())
             .err()
             .unwrap(),
     ] {
@@ -496,13 +491,15 @@ fn wrong_parts_are_rejected() {
         assert!(error.to_string().contains("h.0.c_attn.weight"), "{error}");
     }
 
-    cuts.insert("h.0.c_fc".into(), TensorCut::Dim { dim: 2, blocks: 1 });
-    let none = TensorParallel::new(&units, 0, cut_of(&cuts));
+    model
+        .cuts
+        .insert("h.0.c_fc".into(), TensorCut::Dim { dim: 2, blocks: 1 });
+    let none = TensorParallel::new(&model.units, 0, model.cut_of());
     assert!(matches!(
         none,
         Err(ShardError::UnknownRank { world_size: 0, .. })
     ));
-    let new = TensorParallel::new(&units, 2, cut_of(&cuts));
+    let new = TensorParallel::new(&model.units, 2, model.cut_of());
     assert!(matches!(
         new,
         Err(ShardError::UnknownDim {
@@ -518,29 +515,29 @@ fn wrong_parts_are_rejected() {
 #[test]
 fn long_rows_and_single_columns_load() {
     let columns = TensorCut::Dim { dim: 1, blocks: 1 };
-    let units = [UnitSpec::new(
+    let units = vec![UnitSpec::new(
         "u",
         [
             ParamSpec::new("long", [3, 4 * 70_000]),
             ParamSpec::new("single", [140_000, 4]),
         ],
     )];
-    let cuts: Cuts = [("long".into(), columns), ("single".into(), columns)].into();
+    let cuts = [("long".into(), columns), ("single".into(), columns)].into();
+    let model = Model { units, cuts };
     for from in [1, 4] {
-        let dir = tempfile::tempdir().unwrap();
-        save(dir.path(), (&units, &cuts), [from, 1]);
+        let dir = model.saved([from, 1]);
         let reader = Reader::open(dir.path()).unwrap();
         let part = TensorPart::new(1, 2).unwrap();
-        let layout = local(&units, &cuts, part, 1);
-        let view = reader.view_of_part(&layout, part, cut_of(&cuts)).unwrap();
+        let layout = model.local(part, 1);
+        let view = reader.view_of_part(&layout, part, model.cut_of()).unwrap();
         let mut got = vec![f32::NAN; layout.shard_elems() as usize];
         view.read_storage("master", 0, &mut got).unwrap();
-        assert!(bits(&got) == bits(&storage(&units, &cuts, part, &layout, 0, "master")));
+        assert!(bits(&got) == bits(&model.storage(part, &layout, 0, "master")));
     }
 }
 
 /// Parameters that 1 to 4 ranks can divide, and their cuts.
-fn model() -> impl Strategy<Value = (Vec<UnitSpec>, Cuts)> {
+fn model() -> impl Strategy<Value = Model> {
     let param = (0usize..3, 1u64..4, 0u64..4, 0u64..40, any::<bool>());
     let unit = prop::collection::vec(param, 0..4);
     prop::collection::vec(unit, 1..4).prop_map(|drawn| {
@@ -567,7 +564,7 @@ fn model() -> impl Strategy<Value = (Vec<UnitSpec>, Cuts)> {
             }
             units.push(UnitSpec::new(format!("u{u}"), params));
         }
-        (units, cuts)
+        Model { units, cuts }
     })
 }
 
@@ -576,20 +573,18 @@ proptest! {
 
     #[test]
     fn any_model_loads_at_any_ranks(
-        (units, cuts) in model(), from in 1u64..5, from_data in 1u64..4, to in 1u64..5, to_data in 1u64..4,
+        model in model(), from in 1u64..5, from_data in 1u64..4, to in 1u64..5, to_data in 1u64..4,
         a in any::<u64>(), b in any::<u64>(),
     ) {
-        let model = (&units[..], &cuts);
-        let dir = tempfile::tempdir().unwrap();
-        save(dir.path(), model, [from, from_data]);
+        let dir = model.saved([from, from_data]);
         let reader = Reader::open(dir.path()).unwrap();
-        assert_parts_load(&reader, model, [to, to_data]);
+        model.assert_parts_load(&reader, [to, to_data]);
 
         // Any range of a unit of a part, which has no padding behind its parameters on one rank.
         let part = TensorPart::new(a % to, to).unwrap();
-        let layout = local(&units, &cuts, part, 1);
-        let view = reader.view_of_part(&layout, part, cut_of(&cuts)).unwrap();
-        let expected = storage(&units, &cuts, part, &layout, 0, "master");
+        let layout = model.local(part, 1);
+        let view = reader.view_of_part(&layout, part, model.cut_of()).unwrap();
+        let expected = model.storage(part, &layout, 0, "master");
         for (u, unit) in layout.units().iter().enumerate() {
             let (a, b) = (a % (unit.numel_elems + 1), b % (unit.numel_elems + 1));
             let range = a.min(b)..a.max(b);
@@ -599,7 +594,7 @@ proptest! {
             prop_assert_eq!(bits(&got), bits(&expected[at..at + got.len()]));
         }
 
-        for param in units.iter().flat_map(|unit| &unit.params) {
+        for param in model.params() {
             let elems = param.numel_elems().unwrap();
             let (a, b) = (a % (elems + 1), b % (elems + 1));
             let range = a.min(b)..a.max(b);

@@ -143,40 +143,23 @@ mod tests {
     }
 
     #[test]
-    fn aligned_streams_need_no_head() {
-        let streams = [(4096, 4), (8192, 4), (512, 4), (64, 2), (96, 2)];
-        assert_eq!(
-            Span::best(1000, &streams),
-            Span {
-                len: 1000,
-                head: 0,
-                wide: 0b11111
-            }
-        );
-    }
-
-    #[test]
     fn most_bytes_use_wide_accesses() {
-        // Three fp32 streams one element past a boundary: a head of 3; the bf16 stream is then
-        // misaligned.
-        let streams = [(4100, 4), (8196, 4), (516, 4), (64, 2)];
-        assert_eq!(
-            Span::best(1000, &streams),
-            Span {
-                len: 1000,
-                head: 3,
-                wide: 0b0111
-            }
-        );
-        // One element past a boundary each: a head of 7 serves both widths.
-        assert_eq!(
-            Span::best(1000, &[(4100, 4), (66, 2)]),
-            Span {
-                len: 1000,
-                head: 7,
-                wide: 0b11
-            }
-        );
+        for (streams, head, wide) in [
+            // Aligned streams need no head.
+            (
+                &[(4096, 4), (8192, 4), (512, 4), (64, 2), (96, 2)][..],
+                0,
+                0b11111,
+            ),
+            // Three fp32 streams one element past a boundary: a head of 3; the bf16 stream is then
+            // misaligned.
+            (&[(4100, 4), (8196, 4), (516, 4), (64, 2)], 3, 0b0111),
+            // One element past a boundary each: a head of 7 serves both widths.
+            (&[(4100, 4), (66, 2)], 7, 0b11),
+        ] {
+            let len = 1000;
+            assert_eq!(Span::best(len, streams), Span { len, head, wide });
+        }
     }
 
     #[test]

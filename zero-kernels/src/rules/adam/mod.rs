@@ -269,8 +269,12 @@ impl UpdateRule for AdamHyper {
                 names[grad][float_index(param)?]
             }
         };
-        let constants = constants(self, weight_decay);
-        (form.slots == 2).then(|| CudaKernel::new(*form, "adam.cu", entry, constants))
+        (form.slots == 2).then(|| CudaKernel {
+            form: *form,
+            source: "adam.cu",
+            entry,
+            constants: constants(self, weight_decay),
+        })
     }
 }
 
