@@ -20,6 +20,8 @@ mod outputs;
 #[path = "../common/place.rs"]
 mod place;
 mod plan_and_train;
+#[cfg(target_os = "linux")]
+mod processes;
 mod record;
 mod samples;
 mod simulated;
