@@ -3,19 +3,17 @@
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
+use zero_alloc::Purpose;
 use zero_alloc::cuda::{CudaEvent, CudaStream};
 use zero_alloc::device::{DType, Device, DeviceError, Event, Stream};
-use zero_alloc::{Pool, Purpose};
 
 use crate::kernels::{launch, launch_blocks, scale_add};
-use crate::{LIMIT, floats, open, read, slice};
+use crate::{LIMIT, floats, read, rig, slice};
 
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_graph_runs_at_each_launch() {
-    let device = open();
-    let stream = device.create_stream("compute").expect("a stream");
-    let pool = Pool::new(device.clone(), 8 << 20);
+    let (device, pool, [stream]) = rig(["compute"]);
     let function = scale_add(&device);
     let x = floats(&pool, &stream, 300, 1.0);
     let y = floats(&pool, &stream, 300, 0.0);
@@ -42,12 +40,7 @@ fn cuda_graph_runs_at_each_launch() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_graph_spans_streams() {
-    let device = open();
-    let (a, b) = (
-        device.create_stream("a").expect("a stream"),
-        device.create_stream("b").expect("a stream"),
-    );
-    let pool = Pool::new(device.clone(), 8 << 20);
+    let (device, pool, [a, b]) = rig(["a", "b"]);
     let function = scale_add(&device);
     let x = floats(&pool, &a, 300, 1.0);
     let mut inside = None;
@@ -83,9 +76,7 @@ fn cuda_graph_spans_streams() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn failed_cuda_capture_ends() {
-    let device = open();
-    let stream = device.create_stream("compute").expect("a stream");
-    let pool = Pool::new(device.clone(), 8 << 20);
+    let (device, pool, [stream]) = rig(["compute"]);
     let x = floats(&pool, &stream, 10, 1.0);
     let refusals = |what: Result<(), DeviceError>| {
         let error = what
@@ -126,12 +117,7 @@ fn failed_cuda_capture_ends() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn failed_cuda_capture_does_not_poison() {
-    let device = open();
-    let (stream, other) = (
-        device.create_stream("a").expect("a stream"),
-        device.create_stream("b").expect("a stream"),
-    );
-    let pool = Pool::new(device.clone(), 8 << 20);
+    let (device, pool, [stream, other]) = rig(["a", "b"]);
     let function = scale_add(&device);
     let x = floats(&pool, &stream, 10, 1.0);
     let refused =
@@ -166,12 +152,7 @@ fn failed_cuda_capture_does_not_poison() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn reached_event_is_skipped_in_cuda_capture() {
-    let device = open();
-    let (a, b) = (
-        device.create_stream("a").expect("a stream"),
-        device.create_stream("b").expect("a stream"),
-    );
-    let pool = Pool::new(device.clone(), 8 << 20);
+    let (device, pool, [a, b]) = rig(["a", "b"]);
     let function = scale_add(&device);
     let x = floats(&pool, &a, 10, 1.0);
     launch(&function, &b, slice(&x), 2.0, 0.0).expect("enqueued");
@@ -217,9 +198,7 @@ fn is_held(event: &CudaEvent) -> bool {
 fn cuda_capture_event_covers_earlier_operations() {
     // The operation is on the stream that is recorded, or on one that joins the recording.
     for joins in [false, true] {
-        let device = open();
-        let [a, b, c] = ["a", "b", "c"].map(|name| device.create_stream(name).expect("a stream"));
-        let pool = Pool::new(device.clone(), 8 << 20);
+        let (device, pool, [a, b, c]) = rig(["a", "b", "c"]);
         let x = floats(&pool, &a, 10, 1.0);
         let held = hold(if joins { &b } else { &a });
         let mut inside = None;
@@ -249,10 +228,7 @@ fn cuda_block_freed_in_capture_waits_for_earlier_work() {
     // The operation is on the stream of a recorded use, or on the block's stream, which is
     // recorded.
     for is_use in [true, false] {
-        let device = open();
-        let [compute, comm] =
-            ["compute", "comm"].map(|name| device.create_stream(name).expect("a stream"));
-        let pool = Pool::new(device.clone(), 8 << 20);
+        let (_, pool, [compute, comm]) = rig(["compute", "comm"]);
         let mut block = floats(&pool, if is_use { &comm } else { &compute }, 300, 1.0);
         let ptr = slice(&block).as_ptr();
         let held = hold(&compute);

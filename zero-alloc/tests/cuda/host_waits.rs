@@ -3,13 +3,12 @@
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-use zero_alloc::Pool;
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{Device, DeviceError, Event, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 
 use crate::kernels::{launch, scale_add};
-use crate::{LIMIT, floats, open, read, slice};
+use crate::{LIMIT, floats, open, read, rig, slice};
 
 /// A host stream whose operation lasts until something is sent or the sender is dropped, and then
 /// returns `result`.
@@ -27,10 +26,7 @@ fn held(result: Result<(), DeviceError>) -> (HostStream, Sender<()>) {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_stream_waits_for_the_host() {
-    let device = open();
-    let [compute, busy] =
-        ["compute", "busy"].map(|name| device.create_stream(name).expect("a stream"));
-    let pool = Pool::new(device.clone(), 8 << 20);
+    let (device, pool, [compute, busy]) = rig(["compute", "busy"]);
     let function = scale_add(&device);
     let x = floats(&pool, &compute, 10, 1.0);
 

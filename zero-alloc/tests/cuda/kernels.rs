@@ -2,11 +2,10 @@
 
 use std::ffi::c_void;
 
-use zero_alloc::Pool;
 use zero_alloc::cuda::{CudaDevice, CudaStream, Function};
 use zero_alloc::device::{AnySlice, Device, DeviceError, Stream};
 
-use crate::{LIMIT, floats, open, read, slice};
+use crate::{LIMIT, floats, open, read, rig, slice};
 
 /// `scale_add(x, n, scale, add)`: x[i] = x[i] * scale + add, rounded twice. An old version of PTX
 /// for sm_50, so that any driver compiles it.
@@ -100,9 +99,7 @@ pub(crate) fn launch_blocks(
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_kernels_run_in_stream_order() {
-    let device = open();
-    let stream = device.create_stream("compute").expect("a stream");
-    let pool = Pool::new(device.clone(), 8 << 20);
+    let (device, pool, [stream]) = rig(["compute"]);
     let function = scale_add(&device);
     assert_eq!(function.name(), "scale_add");
     for len in [1, 127, 128, 1000] {
@@ -147,12 +144,7 @@ fn invalid_cuda_module_is_an_error() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn refused_cuda_launch_poisons_its_stream() {
-    let device = open();
-    let (stream, other) = (
-        device.create_stream("a").expect("a stream"),
-        device.create_stream("b").expect("a stream"),
-    );
-    let pool = Pool::new(device.clone(), 8 << 20);
+    let (device, pool, [stream, other]) = rig(["a", "b"]);
     let function = scale_add(&device);
     let x = floats(&pool, &stream, 10, 1.0);
     let refused = launch_blocks(&function, &stream, (slice(&x), 2.0, 0.0), 4096, 0)
@@ -218,10 +210,8 @@ fn reached_by_now(event: &zero_alloc::cuda::CudaEvent) {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_shared_memory_beyond_48_kib() {
-    let device = open();
+    let (device, pool, [stream]) = rig(["compute"]);
     let function = scale_add(&device);
-    let stream = device.create_stream("compute").expect("a stream");
-    let pool = Pool::new(device.clone(), 8 << 20);
     let x = floats(&pool, &stream, 10, 1.0);
     function
         .allow_shared_bytes(64 << 10)

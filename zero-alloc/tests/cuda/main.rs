@@ -33,6 +33,14 @@ fn open() -> CudaDevice {
     DEVICE.clone()
 }
 
+/// The first GPU with a pool, and streams with these names.
+fn rig<const N: usize>(names: [&str; N]) -> (CudaDevice, Pool<CudaDevice>, [CudaStream; N]) {
+    let device = open();
+    let pool = Pool::new(device.clone(), 8 << 20);
+    let streams = names.map(|name| device.create_stream(name).expect("a stream"));
+    (device, pool, streams)
+}
+
 /// Waits until `bytes` of the device are free again, or a few less; otherwise fails. Memory may be
 /// freed late, by another thread that waits for the streams of a dropped pool, and by the driver.
 fn assert_free(device: &CudaDevice, bytes: usize) {

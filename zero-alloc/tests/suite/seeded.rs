@@ -45,24 +45,37 @@ fn read(stream: &HostStream, from: DeviceSlice<f32>, expected: f32) {
     stream.enqueue("read", op).expect("enqueued");
 }
 
-struct Setup {
-    device: HostDevice,
-    pool: Pool<HostDevice>,
-    compute: HostStream,
-    comm: HostStream,
-}
-
-fn setup(seed: u64) -> Setup {
+/// A device with its pool, and the streams `compute` and `comm`.
+fn setup(seed: u64) -> (HostDevice, Pool<HostDevice>, HostStream, HostStream) {
     let device = HostDevice::seeded(seed);
     let pool = Pool::new(device.clone(), 1 << 20);
-    let compute = device.create_stream("compute").expect("a stream");
-    let comm = device.create_stream("comm").expect("a stream");
-    Setup {
-        device,
-        pool,
-        compute,
-        comm,
-    }
+    let [compute, comm] =
+        ["compute", "comm"].map(|name| device.create_stream(name).expect("a stream"));
+    (device, pool, compute, comm)
+}
+
+/// 64 floats.
+fn block(pool: &Pool<HostDevice>, purpose: Purpose, stream: &HostStream) -> Block<HostDevice> {
+    let block = pool.allocate(64, DType::F32, purpose, stream);
+    block.expect("room")
+}
+
+fn follow(stream: &HostStream, other: &HostStream) {
+    let event = other.record().expect("recorded");
+    stream.wait(&event).expect("enqueued");
+}
+
+/// The first failure of the streams.
+fn failure(streams: [&HostStream; 2]) -> DeviceError {
+    // All must end before the blocks do.
+    let results = streams.map(|stream| stream.synchronize(LIMIT));
+    let error = results.into_iter().find_map(Result::err);
+    error.expect("caught")
+}
+
+fn assert_sound(device: &HostDevice, seed: u64) {
+    let violations = device.violations();
+    assert!(violations.is_empty(), "seed {seed}: {violations:?}");
 }
 
 fn order(seed: u64) -> Vec<(usize, usize)> {
@@ -114,23 +127,13 @@ fn seed_determines_the_order() {
 #[test]
 fn missing_wait_is_found_in_any_order() {
     for seed in 0..SEEDS {
-        let Setup {
-            device,
-            pool,
-            compute,
-            comm,
-        } = setup(seed);
-        let block = pool
-            .allocate(64, DType::F32, Purpose::Buckets, &compute)
-            .expect("room");
-        write(&compute, f32s(&block), 1.0);
+        let (device, pool, compute, comm) = setup(seed);
+        let shared = block(&pool, Purpose::Buckets, &compute);
+        write(&compute, f32s(&shared), 1.0);
         // Missing: a wait of comm for compute.
-        write(&comm, f32s(&block), 2.0);
-        let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
-        let Some(DeviceError::Operation { op, cause, .. }) =
-            results.iter().find_map(|r| r.clone().err())
-        else {
-            panic!("seed {seed}: not caught");
+        write(&comm, f32s(&shared), 2.0);
+        let DeviceError::Operation { op, cause, .. } = failure([&compute, &comm]) else {
+            panic!("seed {seed}: another error");
         };
         let message = cause.to_string();
         assert_eq!(op, "write");
@@ -150,69 +153,42 @@ fn missing_wait_is_found_in_any_order() {
 #[test]
 fn event_order_is_no_violation() {
     for seed in 0..SEEDS {
-        let Setup {
-            device,
-            pool,
-            compute,
-            comm,
-        } = setup(seed);
-        let mut block = pool
-            .allocate(64, DType::F32, Purpose::Buckets, &compute)
-            .expect("room");
+        let (device, pool, compute, comm) = setup(seed);
+        let mut shared = block(&pool, Purpose::Buckets, &compute);
         for round in 0..3 {
-            write(&compute, f32s(&block), round as f32);
-            comm.wait(&compute.record().expect("recorded"))
-                .expect("enqueued");
-            read(&comm, f32s(&block), round as f32);
-            read(&compute, f32s(&block), round as f32);
-            compute
-                .wait(&comm.record().expect("recorded"))
-                .expect("enqueued");
+            write(&compute, f32s(&shared), round as f32);
+            follow(&comm, &compute);
+            read(&comm, f32s(&shared), round as f32);
+            read(&compute, f32s(&shared), round as f32);
+            follow(&compute, &comm);
         }
-        block.record_use(&comm).expect("recorded");
-        drop(block);
+        shared.record_use(&comm).expect("recorded");
+        drop(shared);
         // The same memory, on the other stream.
-        let block = pool
-            .allocate(64, DType::F32, Purpose::Buckets, &comm)
-            .expect("room");
-        write(&comm, f32s(&block), 9.0);
+        let shared = block(&pool, Purpose::Buckets, &comm);
+        write(&comm, f32s(&shared), 9.0);
         comm.synchronize(LIMIT).expect("sound");
         compute.synchronize(LIMIT).expect("sound");
-        assert!(
-            device.violations().is_empty(),
-            "seed {seed}: {:?}",
-            device.violations()
-        );
+        assert_sound(&device, seed);
     }
 }
 
 #[test]
 fn host_waits_order_operations() {
     for seed in 0..SEEDS {
-        let Setup {
-            device,
-            pool,
-            compute,
-            comm,
-        } = setup(seed);
-        let block = pool
-            .allocate(64, DType::F32, Purpose::Buckets, &compute)
-            .expect("room");
-        write(&compute, f32s(&block), 1.0);
+        let (device, pool, compute, comm) = setup(seed);
+        let shared = block(&pool, Purpose::Buckets, &compute);
+        write(&compute, f32s(&shared), 1.0);
         let done = compute.record().expect("recorded");
         if seed % 2 == 0 {
             done.synchronize(LIMIT).expect("reached");
         } else {
             while !done.is_done().expect("sound") {}
         }
-        write(&comm, f32s(&block), 2.0);
+        write(&comm, f32s(&shared), 2.0);
         comm.synchronize(LIMIT).expect("sound");
-        drop(block);
-        assert!(
-            device.violations().is_empty(),
-            "seed {seed}: {:?}",
-            device.violations()
-        );
+        drop(shared);
+        assert_sound(&device, seed);
     }
 }
 
@@ -220,27 +196,14 @@ fn host_waits_order_operations() {
 fn unrecorded_use_of_a_freed_block_is_found() {
     let mut kinds = BTreeSet::new();
     for seed in 0..SEEDS {
-        let Setup {
-            device,
-            pool,
-            compute,
-            comm,
-        } = setup(seed);
-        let block = pool
-            .allocate(64, DType::F32, Purpose::Activations, &compute)
-            .expect("room");
-        write(&compute, f32s(&block), 1.0);
-        comm.wait(&compute.record().expect("recorded"))
-            .expect("enqueued");
-        read(&comm, f32s(&block), 1.0);
+        let (device, pool, compute, comm) = setup(seed);
+        let shared = block(&pool, Purpose::Activations, &compute);
+        write(&compute, f32s(&shared), 1.0);
+        follow(&comm, &compute);
+        read(&comm, f32s(&shared), 1.0);
         // Missing: record_use(&comm).
-        drop(block);
-        let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
-        let error = results
-            .iter()
-            .find_map(|r| r.clone().err())
-            .expect("caught")
-            .to_string();
+        drop(shared);
+        let error = failure([&compute, &comm]).to_string();
         assert!(
             error.contains("Activations") && error.contains("stream comm"),
             "{error}"
@@ -260,13 +223,7 @@ fn unrecorded_use_of_a_freed_block_is_found() {
 /// An exchange as in a collective: each side reads the other's buffer. If `careful`, each waits
 /// until the other has read before it continues.
 fn exchange(seed: u64, careful: bool) -> Vec<zero_alloc::host::Violation> {
-    let Setup {
-        device,
-        pool,
-        compute,
-        comm,
-    } = setup(seed);
-
+    let (device, pool, compute, comm) = setup(seed);
     let monitor = Arc::new(Monitor::new((0, 0)));
     let blocks: Vec<_> = [&compute, &comm]
         .map(|stream| {
@@ -333,27 +290,12 @@ fn leaving_a_monitor_early_is_found() {
 
 #[test]
 fn copies_and_fills_are_checked() {
-    let Setup {
-        device,
-        pool,
-        compute,
-        comm,
-    } = setup(7);
-
-    let a = pool
-        .allocate(64, DType::F32, Purpose::Params, &compute)
-        .expect("room");
-    let b = pool
-        .allocate(64, DType::F32, Purpose::Params, &compute)
-        .expect("room");
+    let (device, pool, compute, comm) = setup(7);
+    let a = block(&pool, Purpose::Params, &compute);
+    let b = block(&pool, Purpose::Params, &compute);
     device.fill_zero(&compute, slice(&a)).expect("enqueued");
     device.copy(&comm, slice(&a), slice(&b)).expect("enqueued");
-    let results = [compute.synchronize(LIMIT), comm.synchronize(LIMIT)];
-    let error = results
-        .iter()
-        .find_map(|r| r.clone().err())
-        .expect("caught")
-        .to_string();
+    let error = failure([&compute, &comm]).to_string();
     assert!(
         error.contains("fill_zero") && error.contains("copy"),
         "{error}"
@@ -362,7 +304,7 @@ fn copies_and_fills_are_checked() {
 
 #[test]
 fn blocked_operation_ends_at_its_limit() {
-    let Setup { compute, .. } = setup(1);
+    let (_, _, compute, _) = setup(1);
     let monitor = Monitor::new(false);
     let limit = Duration::from_millis(3);
     let op = move || monitor.wait_until(limit, || "a peer".into(), |open| open.then_some(()));

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceId, DeviceKind, Stream};
 use zero_alloc::host::{HostDevice, HostStream, ViolationKind};
-use zero_alloc::swap::{Fault, SwapBuffer, SwapEngine, SwapError, SwapFile, SwapOptions};
+use zero_alloc::swap::{Fault, SwapBuffer, SwapEngine, SwapError, SwapFile, SwapLane, SwapOptions};
 use zero_alloc::{Pool, Purpose};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -97,6 +97,28 @@ fn file(dir: &Path, pages: usize, options: SwapOptions) -> SwapFile {
 
 fn stream(name: &str) -> HostStream {
     HostDevice::new().create_stream(name).expect("a stream")
+}
+
+/// A file in a folder of its own, with a lane and a stream.
+fn lane(pages: usize, options: SwapOptions) -> (TempDir, SwapFile, SwapLane, HostStream) {
+    let dir = folder();
+    let file = file(dir.path(), pages, options);
+    let lane = file.lane().expect("a lane");
+    (dir, file, lane, stream("swap"))
+}
+
+/// What is written is read back.
+fn assert_round_trip(lane: &SwapLane, stream: &HostStream, from: &Buffer) {
+    let mut to = Buffer::new(16);
+    lane.write(stream, &[(0, from.slice())]).expect("enqueued");
+    lane.read(stream, &[(0, to.slice())]).expect("enqueued");
+    stream.synchronize(LIMIT).expect("transferred");
+    assert!(to.bytes() == Buffer::filled(16, 7).bytes());
+}
+
+fn follow(stream: &HostStream, other: &HostStream) {
+    let event = other.record().expect("recorded");
+    stream.wait(&event).expect("enqueued");
 }
 
 fn at(page: usize) -> u64 {
@@ -209,14 +231,12 @@ fn lanes_on_streams_pass_data_in_order() {
                 writer
                     .write(&out, &[(at(half), from.pages(half, 16))])
                     .expect("enqueued");
-                back.wait(&out.record().expect("recorded"))
-                    .expect("enqueued");
+                follow(&back, &out);
                 reader
                     .read(&back, &[(at(half), to.pages(half, 16))])
                     .expect("enqueued");
             }
-            out.wait(&back.record().expect("recorded"))
-                .expect("enqueued");
+            follow(&out, &back);
             back.synchronize(LIMIT).expect("transferred");
             assert!(
                 to.bytes() == Buffer::filled(32, round).bytes(),
@@ -259,11 +279,7 @@ fn one_lane_serves_two_streams() {
 
 #[test]
 fn invalid_ranges_are_refused_by_number() {
-    let dir = folder();
-    let lane = file(dir.path(), 4, SwapOptions::default())
-        .lane()
-        .expect("a lane");
-    let stream = stream("swap");
+    let (_dir, _, lane, stream) = lane(4, SwapOptions::default());
     let buffer = Buffer::new(8);
 
     for (offset, slice, message) in [
@@ -352,10 +368,7 @@ fn creation_errors_name_the_cause() {
 
 /// Reads 16 pages, written before, with faults of the reads.
 fn faulty_read(engine: SwapEngine, faults: &[(u64, Fault)]) -> (Buffer, Result<(), DeviceError>) {
-    let dir = folder();
-    let file = file(dir.path(), 16, options(engine));
-    let lane = file.lane().expect("a lane");
-    let stream = stream("swap");
+    let (_dir, file, lane, stream) = lane(16, options(engine));
     let from = Buffer::filled(16, 5);
     let to = Buffer::new(16);
     lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
@@ -449,10 +462,7 @@ fn late_request_fails_the_transfer_after_it_has_come_back() {
 #[test]
 fn registration_is_optional() {
     for engine in engines() {
-        let dir = folder();
-        let file = file(dir.path(), 16, options(engine));
-        let lane = file.lane().expect("a lane");
-        let stream = stream("swap");
+        let (_dir, file, lane, stream) = lane(16, options(engine));
         let from = Buffer::filled(16, 3);
         let mut to = Buffer::new(16);
         // More buffers than the kernel registers.
@@ -479,10 +489,7 @@ fn registration_is_optional() {
 #[test]
 fn registered_memory_outlives_its_other_handles() {
     for engine in engines() {
-        let dir = folder();
-        let file = file(dir.path(), 256, options(engine));
-        let lane = file.lane().expect("a lane");
-        let stream = stream("swap");
+        let (_dir, file, lane, stream) = lane(256, options(engine));
         let pool = Pool::new(HostDevice::new(), 1 << 30);
         let allocate = || {
             SwapBuffer::allocate(&pool, 256 * PAGE, Purpose::Workspace, &stream).expect("memory")
@@ -578,12 +585,7 @@ fn refused_io_uring_is_replaced_and_named() {
         );
         let lane = file.lane().expect("a lane");
         let stream = stream("swap");
-        let from = Buffer::filled(16, 7);
-        let mut to = Buffer::new(16);
-        lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
-        lane.read(&stream, &[(0, to.slice())]).expect("enqueued");
-        stream.synchronize(LIMIT).expect("transferred");
-        assert!(to.bytes() == Buffer::filled(16, 7).bytes());
+        assert_round_trip(&lane, &stream, &Buffer::filled(16, 7));
     });
 
     refused.join().expect("no panic");
@@ -616,12 +618,8 @@ fn lane_beyond_the_limit_of_locked_memory_uses_threads() {
             "{notices:?}"
         );
         let from = Buffer::filled(16, 7);
-        let mut to = Buffer::new(16);
         lane.register(std::slice::from_ref(&from.0));
-        lane.write(&stream, &[(0, from.slice())]).expect("enqueued");
-        lane.read(&stream, &[(0, to.slice())]).expect("enqueued");
-        stream.synchronize(LIMIT).expect("transferred");
-        assert!(to.bytes() == Buffer::filled(16, 7).bytes());
+        assert_round_trip(&lane, &stream, &from);
     });
 
     limited.join().expect("no panic");
@@ -640,9 +638,7 @@ fn seeded_scheduler_finds_a_missing_wait() {
                 let lane = file(dir.path(), 4, options(engine)).lane().expect("a lane");
                 lane.read(&swap, &[(0, buffer.slice())]).expect("enqueued");
                 if waits {
-                    compute
-                        .wait(&swap.record().expect("recorded"))
-                        .expect("enqueued");
+                    follow(&compute, &swap);
                 }
                 let bytes = buffer.slice().typed::<u8>().expect("bytes");
                 let sum = move || {
@@ -682,9 +678,7 @@ fn seeded_scheduler_checks_the_file_too() {
                 let lane = file.lane().expect("a lane");
                 lane.read(&swap, &[(0, buffer.slice())]).expect("enqueued");
                 if waits {
-                    compute
-                        .wait(&swap.record().expect("recorded"))
-                        .expect("enqueued");
+                    follow(&compute, &swap);
                 }
                 // Another buffer, and a page of the file that the first operation reads, or the
                 // next one.

@@ -198,6 +198,13 @@ fn every_fault_ends_all_ranks() {
             };
             assert!(right, "{fault:?} at {which:?}: {first:?}");
             let message = first.to_string();
+            if let CommError::Mismatch {
+                call, other_call, ..
+            } = &first
+            {
+                assert!(message.contains(&call.to_string()), "{message}");
+                assert!(message.contains(&other_call.to_string()), "{message}");
+            }
             assert!(
                 message.contains("rank 1") && !message.contains('\n'),
                 "{message}"

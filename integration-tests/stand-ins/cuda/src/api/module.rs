@@ -15,11 +15,11 @@ use crate::exec::block::LaunchShape;
 use crate::exec::grid::run_grid;
 use crate::exec::program::Program;
 use crate::exec::sample::run_sample;
-use crate::ptx::module::{LoadError, Loaded, load};
+use crate::ptx::module::{Kernels, load};
 use crate::settings::settings;
 use stand_in_shared::{Handles, fresh_number};
 
-static MODULES: Handles<Loaded> = Handles::new();
+static MODULES: Handles<Kernels> = Handles::new();
 static FUNCTIONS: Handles<Function> = Handles::new();
 
 /// A kernel of a module, valid as long as the module.
@@ -49,11 +49,10 @@ fn text_of(image: *const u8) -> Outcome<&'static str> {
 }
 
 fn load_module(found: &Out<usize>, image: *const u8, log: Option<(*mut u8, usize)>) -> Outcome {
-    let device = current()?;
-    match load(device, text_of(image)?) {
-        Ok(loaded) => found.put(MODULES.insert(fresh_number(), Arc::new(loaded))),
-        Err(LoadError::Driver(failure)) => Err(failure),
-        Err(LoadError::Ptx(mistake)) => {
+    current()?;
+    match load(text_of(image)?) {
+        Ok(kernels) => found.put(MODULES.insert(fresh_number(), Arc::new(kernels))),
+        Err(mistake) => {
             say!("PTX, {mistake}");
             if let Some((buffer, room)) = log.filter(|(_, room)| *room > 0) {
                 let text = format!("cuda stand-in: PTX, {mistake}");
@@ -139,8 +138,7 @@ fn attribute(function: &Function, number: u32) -> Outcome<i32> {
     Ok(match number {
         0 => program.max_threads as i32,
         1 => program.shared_bytes as i32,
-        2 => 0,
-        3 => program.local_bytes as i32,
+        2 | 3 => 0,
         4 => program.registers as i32,
         5 => 92,
         6 => 990,
@@ -169,18 +167,16 @@ driver! {
 
     cuModuleGetFunction(found: Out<usize>, module: usize, name: Text) {
         let device = current()?;
-        let program = MODULES.get(module)?.kernels.get(&name.get()?).cloned().ok_or(Failure::NotFound)?;
+        let program = MODULES.get(module)?.get(&name.get()?).cloned().ok_or(Failure::NotFound)?;
         let free = (SHARED_BYTES as u32).saturating_sub(program.shared_bytes as u32);
         let function = Function { module, device, program, dynamic_limit: AtomicU32::new(free) };
         found.put(FUNCTIONS.insert(fresh_number(), Arc::new(function)))
     }
 
-    cuModuleGetGlobal_v2(address: Out<u64>, bytes: Out<usize>, module: usize, name: Text) {
-        current()?;
-        let (at, size) = MODULES.get(module)?.variables.get(&name.get()?).copied().ok_or(Failure::NotFound)?;
-        address.put_if_wanted(at);
-        bytes.put_if_wanted(size);
-        Ok(())
+    cuModuleGetGlobal_v2(_address: Out<u64>, _bytes: Out<usize>, module: usize, _name: Text) {
+        // Modules with variables are refused.
+        MODULES.get(module)?;
+        Err(Failure::NotFound)
     }
 
     cuModuleGetLoadingMode(mode: Out<u32>) {

@@ -3,7 +3,7 @@
 use std::cell::UnsafeCell;
 use std::sync::Arc;
 
-use super::program::{Done, Fault, Mask, Program, Reduction, Special, lanes};
+use super::program::{Done, Fault, Mask, Program, Special};
 use super::races::{Access, Races};
 use super::traffic::Traffic;
 use super::warp::{Pause, Warp};
@@ -12,13 +12,6 @@ use crate::driver::space::Space as Registry;
 use crate::error::Failure;
 use crate::ptx::types::Space;
 use crate::settings::settings;
-
-/// Generic addresses of shared and local memory and of parameters have these high bits, which no
-/// host address has.
-const WINDOW_SHIFT: u32 = 56;
-pub(crate) const SHARED_WINDOW: u64 = 1 << WINDOW_SHIFT;
-pub(crate) const LOCAL_WINDOW: u64 = 2 << WINDOW_SHIFT;
-pub(crate) const PARAM_WINDOW: u64 = 3 << WINDOW_SHIFT;
 
 /// Properties shared by all blocks of a launch.
 pub(crate) struct LaunchShape {
@@ -31,12 +24,9 @@ pub(crate) struct LaunchShape {
 /// Threads that have arrived at a barrier.
 pub(crate) struct Arrival {
     pub(crate) number: u32,
-    pub(crate) count: Option<u32>,
     pub(crate) warp: usize,
     pub(crate) lanes: Mask,
     pub(crate) next: usize,
-    pub(crate) reduction: Reduction,
-    pub(crate) waits: bool,
 }
 
 /// The memory that a block's threads can access.
@@ -122,31 +112,14 @@ impl BlockMemory {
         bytes: usize,
         access: Access,
     ) -> Done<*mut u8> {
-        let (space, address) = place;
-        let (space, offset) = match space {
-            Space::Generic => match address >> WINDOW_SHIFT {
-                1 => (Space::Shared, address - SHARED_WINDOW),
-                2 => (Space::Local, address - LOCAL_WINDOW),
-                3 => (Space::Param, address - PARAM_WINDOW),
-                _ => (Space::Global, address),
-            },
-            space => (space, address),
-        };
-
+        let (space, offset) = place;
         if !offset.is_multiple_of(bytes as u64) {
             return self.bad(Failure::MisalignedAddress, lane, space, offset, bytes);
         }
         let place = match space {
             Space::Shared => within(self.shared.as_ptr(), self.shared_bytes, offset, bytes),
             Space::Param => within(self.params.as_ptr(), self.params_bytes, offset, bytes),
-            Space::Local => {
-                let all = warp
-                    .local
-                    .as_ptr()
-                    .wrapping_add(lane * warp.local_bytes / 16);
-                within(all, warp.local_bytes, offset, bytes)
-            }
-            Space::Generic | Space::Global | Space::Const => {
+            Space::Global => {
                 if !self.is_live(offset, bytes as u64) {
                     return self.bad(Failure::IllegalAddress, lane, space, offset, bytes);
                 }
@@ -249,7 +222,7 @@ pub(crate) fn run_block(
             let mut warp = Warp::new(program, index, live);
             for &(slot, special) in &program.specials {
                 warp.regs[slot] =
-                    std::array::from_fn(|lane| value(special, program, shape, block, index, lane));
+                    std::array::from_fn(|lane| value(special, shape, block, index, lane));
             }
             warp
         })
@@ -295,47 +268,15 @@ fn release(memory: &mut BlockMemory, warps: &mut [Warp], runs: &mut [bool]) -> b
 
     for number in 0..16 {
         let here = || arrivals.iter().filter(|a| a.number == number);
-        let Some(first) = here().next() else { continue };
         let arrived = here().map(|a| a.lanes.count_ones()).sum::<u32>();
-        let expected = first.count.unwrap_or(live);
-        if arrived < expected {
+        if arrived == 0 || arrived < live {
             continue;
         }
         released = true;
-        // A barrier of some threads orders only these, which the race detector does not model.
-        if expected < live {
-            *races = None;
-        }
         races.iter_mut().for_each(Races::barrier);
-        let yes = |arrival: &Arrival, warps: &[Warp]| {
-            let (source, negate) = match arrival.reduction {
-                Reduction::None => return 0,
-                Reduction::Count { source, negate, .. }
-                | Reduction::All { source, negate, .. }
-                | Reduction::Any { source, negate, .. } => (source, negate),
-            };
-            let values = warps[arrival.warp].preds[source];
-            (if negate { !values } else { values } & arrival.lanes).count_ones()
-        };
-        let count: u32 = here().map(|arrival| yes(arrival, warps)).sum();
         for arrival in arrivals.extract_if(.., |a| a.number == number) {
-            let warp = &mut warps[arrival.warp];
-            match arrival.reduction {
-                Reduction::None => {}
-                Reduction::Count { to, .. } => {
-                    lanes(arrival.lanes).for_each(|l| warp.regs[to][l] = u64::from(count))
-                }
-                Reduction::All { to, .. } => {
-                    warp.set_pred(to, arrival.lanes, if count == arrived { !0 } else { 0 });
-                }
-                Reduction::Any { to, .. } => {
-                    warp.set_pred(to, arrival.lanes, if count > 0 { !0 } else { 0 })
-                }
-            }
-            if arrival.waits {
-                warp.resume(arrival.next, arrival.lanes);
-                runs[arrival.warp] = true;
-            }
+            warps[arrival.warp].resume(arrival.next, arrival.lanes);
+            runs[arrival.warp] = true;
         }
     }
 
@@ -343,17 +284,9 @@ fn release(memory: &mut BlockMemory, warps: &mut [Warp], runs: &mut [bool]) -> b
 }
 
 /// A special register's value.
-fn value(
-    special: Special,
-    program: &Program,
-    shape: &LaunchShape,
-    block: [u32; 3],
-    warp: usize,
-    lane: usize,
-) -> u64 {
+fn value(special: Special, shape: &LaunchShape, block: [u32; 3], warp: usize, lane: usize) -> u64 {
     let thread = (warp * 32 + lane) as u32;
     let [x, y, _] = shape.block;
-    let equal = 1u32 << lane;
     u64::from(match special {
         Special::ThreadId(0) => thread % x,
         Special::ThreadId(1) => thread / x % y,
@@ -363,16 +296,5 @@ fn value(
         Special::GridDim(axis) => shape.grid[axis],
         Special::Lane => lane as u32,
         Special::Warp => warp as u32,
-        Special::Warps => shape.block.iter().product::<u32>().div_ceil(32),
-        Special::Multiprocessor => block[0] % settings().multiprocessors,
-        Special::Multiprocessors => settings().multiprocessors,
-        Special::Grid => 0,
-        Special::LanesEqual => equal,
-        Special::LanesLess => equal - 1,
-        Special::LanesLessOrEqual => equal | (equal - 1),
-        Special::LanesGreater => !(equal | (equal - 1)),
-        Special::LanesGreaterOrEqual => !(equal - 1),
-        Special::DynamicSharedBytes => shape.dynamic_bytes as u32,
-        Special::TotalSharedBytes => (program.shared_bytes + shape.dynamic_bytes) as u32,
     })
 }

@@ -56,38 +56,6 @@ pub(crate) enum Special {
     GridDim(usize),
     Lane,
     Warp,
-    Warps,
-    Multiprocessor,
-    Multiprocessors,
-    Grid,
-    LanesEqual,
-    LanesLess,
-    LanesLessOrEqual,
-    LanesGreater,
-    LanesGreaterOrEqual,
-    DynamicSharedBytes,
-    TotalSharedBytes,
-}
-
-/// A barrier's reduction of its threads' predicates, and its destination.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Reduction {
-    None,
-    Count {
-        source: PredSlot,
-        negate: bool,
-        to: Slot,
-    },
-    All {
-        source: PredSlot,
-        negate: bool,
-        to: PredSlot,
-    },
-    Any {
-        source: PredSlot,
-        negate: bool,
-        to: PredSlot,
-    },
 }
 
 /// The control flow after an instruction.
@@ -101,18 +69,10 @@ pub(crate) enum Flow {
         action: Action,
     },
     Jump(usize),
-    /// Jumps to the target with this index.
-    JumpTable {
-        index: Slot,
-        targets: Vec<usize>,
-    },
     Exit,
-    /// Waits for `count` threads of the block, or for all.
+    /// Waits for all threads of the block.
     Barrier {
         number: Slot,
-        count: Option<Slot>,
-        reduction: Reduction,
-        waits: bool,
     },
 }
 
@@ -133,7 +93,6 @@ pub(crate) struct Program {
     pub(crate) specials: Vec<(Slot, Special)>,
     /// Predicate slots that are true in all lanes.
     pub(crate) true_pred: PredSlot,
-    pub(crate) local_bytes: usize,
     /// Static shared memory; dynamic memory follows it.
     pub(crate) shared_bytes: usize,
     /// Offset and size of each parameter.

@@ -6,8 +6,8 @@
 pub(crate) enum Access {
     Read,
     Write,
-    /// Atomic, or a write that completes later: no race.
-    Atomic,
+    /// A write that completes later: no race.
+    Later,
 }
 
 /// The byte was used by several warps.
@@ -69,7 +69,7 @@ impl Races {
         };
 
         match access {
-            Access::Atomic => None,
+            Access::Later => None,
             Access::Read => {
                 let race = written
                     .iter()
@@ -117,7 +117,7 @@ mod tests {
         assert!(all(false, Access::Write, Access::Read) && !all(true, Access::Write, Access::Read));
         assert!(all(false, Access::Read, Access::Write) && !all(true, Access::Read, Access::Write));
         assert!(
-            !all(false, Access::Read, Access::Read) && !all(false, Access::Write, Access::Atomic)
+            !all(false, Access::Read, Access::Read) && !all(false, Access::Write, Access::Later)
         );
     }
 

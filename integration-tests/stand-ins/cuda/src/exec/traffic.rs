@@ -55,7 +55,7 @@ mod tests {
             (0..32).for_each(|lane| traffic.note(4096 + 4 * lane, 4, Access::Read));
             (0..32).for_each(|lane| traffic.note(4096 + 64 * lane, 8, Access::Write));
         }
-        traffic.note(8192 + 28, 4, Access::Atomic);
+        traffic.note(8192 + 28, 4, Access::Later);
         assert_eq!(
             traffic.work(7),
             Work {

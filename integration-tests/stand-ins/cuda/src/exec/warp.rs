@@ -1,7 +1,7 @@
 //! A warp: 32 lanes, in groups at the same instruction. The group with the lowest instruction index
 //! runs, so groups merge where control flow joins.
 
-use super::block::{Arrival, BlockMemory, Cells, cells};
+use super::block::{Arrival, BlockMemory};
 use super::program::{ALL, Done, Fault, Flow, Mask, Program, Slot, lanes};
 use crate::error::Failure;
 
@@ -32,9 +32,6 @@ pub(crate) struct Warp {
     pub(crate) index: usize,
     pub(crate) regs: Vec<[u64; 32]>,
     pub(crate) preds: Vec<Mask>,
-    /// Local memory, lane after lane.
-    pub(crate) local: Cells,
-    pub(crate) local_bytes: usize,
     pub(crate) live: Mask,
     pub(crate) copies: Vec<AsyncCopy>,
     pub(crate) committed: [u32; 32],
@@ -56,7 +53,6 @@ pub(crate) enum Pause {
 
 impl Warp {
     pub(crate) fn new(program: &Program, index: usize, live: Mask) -> Self {
-        let local_bytes = program.local_bytes.next_multiple_of(16);
         let mut regs = vec![[u64::MAX; 32]; program.slots];
         for &(slot, value) in &program.constants {
             regs[slot] = [value; 32];
@@ -68,8 +64,6 @@ impl Warp {
             index,
             regs,
             preds,
-            local: cells(local_bytes * 32),
-            local_bytes,
             live,
             copies: Vec::new(),
             committed: [0; 32],
@@ -237,31 +231,6 @@ impl Warp {
                         return Ok(());
                     }
                 }
-                Flow::JumpTable { index, targets } => {
-                    for lane in lanes(active) {
-                        let Some(&to) = targets.get(self.regs[*index][lane] as u32 as usize) else {
-                            let what = "an index beyond the branch targets".into();
-                            let fault = Box::new(Fault {
-                                failure: Failure::LaunchFailed,
-                                what,
-                            });
-                            return Err(self.located(fault, program, at));
-                        };
-                        self.groups.push(Group {
-                            at: to,
-                            lanes: 1 << lane,
-                            blocked: false,
-                        });
-                    }
-                    if mask & !active != 0 {
-                        self.groups.push(Group {
-                            at: at + 1,
-                            lanes: mask & !active,
-                            blocked: false,
-                        });
-                    }
-                    return Ok(());
-                }
                 Flow::Exit => {
                     self.live &= !active;
                     mask &= !active;
@@ -275,30 +244,15 @@ impl Warp {
                     }
                     limit = self.groups.iter().map(|g| g.at).min().unwrap_or(usize::MAX);
                 }
-                Flow::Barrier {
-                    number,
-                    count,
-                    reduction,
-                    waits,
-                } => {
+                Flow::Barrier { number } => {
                     if active != 0 {
-                        let number = self.uniform(*number, active) as u32;
-                        let count = count.map(|slot| self.uniform(slot, active) as u32);
-                        let warp = self.index;
-                        let next = at + 1;
-                        let reduction = *reduction;
                         memory.arrive(Arrival {
-                            number,
-                            count,
-                            warp,
+                            number: self.uniform(*number, active) as u32,
+                            warp: self.index,
                             lanes: active,
-                            next,
-                            reduction,
-                            waits: *waits,
+                            next: at + 1,
                         });
-                        if *waits {
-                            mask &= !active;
-                        }
+                        mask &= !active;
                     }
                     at += 1;
                     if mask == 0 {

@@ -2,7 +2,7 @@
 //! a missing wait.
 
 use super::memory::{read, write};
-use super::{Decoded, unknown};
+use super::{Decoded, exactly, unknown};
 use crate::exec::block::BlockMemory;
 use crate::exec::program::{Action, Done, Flow, lanes};
 use crate::exec::races::Access;
@@ -18,12 +18,6 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
             lanes(mask).for_each(|lane| warp.committed[lane] += 1);
             Ok(())
         });
-        return Ok(Flow::Do(action));
-    }
-
-    if mods.take("wait_all") {
-        let action: Action =
-            Box::new(|warp, memory, mask| arrive(warp, memory, |copy| mask >> copy.lane & 1 == 1));
         return Ok(Flow::Do(action));
     }
 
@@ -47,19 +41,7 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
         .ok_or("only copies to shared memory are known")?;
     mods.take_of(&["global"])
         .ok_or("only copies from global memory are known")?;
-    mods.ignore(&["L2::64B", "L2::128B", "L2::256B"]);
-    let operands = if mods.take("L2::cache_hint") {
-        &operands[..operands.len().saturating_sub(1)]
-    } else {
-        operands
-    };
-
-    let (to, from, size, present) = match operands {
-        [to, from, size] => (to, from, size, None),
-        [to, from, size, present] => (to, from, size, Some(present)),
-        _ => return Err("the number of operands is wrong".into()),
-    };
-
+    let [to, from, size] = exactly(operands)?;
     let bytes = match size {
         Operand::Integer(bytes @ (4 | 8 | 16)) => *bytes as usize,
         _ => return unknown(),
@@ -67,39 +49,20 @@ pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<
 
     let to = b.address(to, Space::Shared)?;
     let from = b.address(from, Space::Global)?;
-    // Either the number of bytes to read, or a predicate that is true if none are read.
-    let ignored = match present {
-        Some(operand) if b.is_pred(operand) || matches!(operand, Operand::Not(_)) => {
-            Some(b.pred_source(operand)?)
-        }
-        _ => None,
-    };
-
-    let present = match present {
-        Some(operand) if ignored.is_none() => Some(b.source(operand)?),
-        _ => None,
-    };
 
     let action: Action = Box::new(move |warp, memory, mask| {
-        let none = ignored.map_or(0, |ignored| super::holds(warp, ignored));
         for lane in lanes(mask) {
             let address = |warp: &Warp, of: &crate::ptx::build::Address| {
                 warp.regs[of.base][lane].wrapping_add(of.offset)
             };
-            let count = present.map_or(bytes, |slot| {
-                (warp.regs[slot][lane] as u32 as usize).min(bytes)
-            });
-            let count = if none >> lane & 1 == 1 { 0 } else { count };
             let at = address(warp, &to);
-            let to = memory.resolve(warp, lane, (Space::Shared, at), bytes, Access::Atomic)?;
+            let to = memory.resolve(warp, lane, (Space::Shared, at), bytes, Access::Later)?;
             let mut data = [0u8; 16];
-            if count > 0 {
-                let at = address(warp, &from);
-                let from = memory.resolve(warp, lane, (Space::Global, at), bytes, Access::Read)?;
-                for (index, byte) in data[..count].iter_mut().enumerate() {
-                    // SAFETY: `resolve` checked all bytes.
-                    *byte = unsafe { read(from.wrapping_add(index), 1) } as u8;
-                }
+            let at = address(warp, &from);
+            let from = memory.resolve(warp, lane, (Space::Global, at), bytes, Access::Read)?;
+            for (index, byte) in data[..bytes].iter_mut().enumerate() {
+                // SAFETY: `resolve` checked all bytes.
+                *byte = unsafe { read(from.wrapping_add(index), 1) } as u8;
             }
             let group = warp.committed[lane];
             warp.copies.push(AsyncCopy {

@@ -11,37 +11,8 @@ use crate::ptx::types::{Space, Type};
 
 /// Modifiers for caches and memory ordering. They have no effect: the interpreter's ordering is
 /// stronger than all of them require.
-const HINTS: [&str; 30] = [
-    "nc",
-    "ca",
-    "cg",
-    "cs",
-    "cv",
-    "lu",
-    "wb",
-    "wt",
-    "volatile",
-    "relaxed",
-    "acquire",
-    "release",
-    "weak",
-    "gpu",
-    "sys",
-    "cta",
-    "cluster",
-    "L1::evict_normal",
-    "L1::evict_unchanged",
-    "L1::evict_first",
-    "L1::evict_last",
-    "L1::no_allocate",
-    "L2::64B",
-    "L2::128B",
-    "L2::256B",
-    "L2::evict_first",
-    "L2::evict_last",
-    "L2::evict_normal",
-    "mmio",
-    "unified",
+const HINTS: [&str; 11] = [
+    "nc", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "volatile", "relaxed", "weak",
 ];
 
 /// Reads `size` bytes (1, 2, 4 or 8).
@@ -83,22 +54,16 @@ pub(super) unsafe fn write(at: *mut u8, size: usize, value: u64) {
 }
 
 pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
-    let space = mods.take_as(Space::named).unwrap_or(Space::Generic);
+    let space = mods.take_as(Space::named).unwrap_or(Space::Global);
     let vector = mods.take_of(&["v2", "v4", "v8"]);
     let kind = mods.take_type()?;
     mods.ignore(&HINTS);
-    let operands = match operands {
-        // A cache policy is the last operand.
-        [first, second, _] if mods.take("L2::cache_hint") => [first, second],
-        [first, second] => [first, second],
-        _ => return Err("the number of operands is wrong".into()),
-    };
-
+    let [first, second] = exactly(operands)?;
     let load = mods.name != "st";
     let [value, address] = if load {
-        operands
+        [first, second]
     } else {
-        [operands[1], operands[0]]
+        [second, first]
     };
 
     let address = b.address(address, space)?;
@@ -179,14 +144,4 @@ fn store_action(address: Address, size: usize, from: Vec<usize>) -> Action {
         }
         Ok(())
     })
-}
-
-/// The only operand, an address, of `prefetch` and similar instructions.
-pub(super) fn only_address(
-    operands: &[Operand],
-    space: Space,
-    b: &mut Builder<'_>,
-) -> Decoded<Address> {
-    let [address] = exactly(operands)?;
-    b.address(address, space)
 }

@@ -1,4 +1,5 @@
-//! Decoding of instructions to actions, one file per family.
+//! Decoding of instructions to actions, one file per family: those that NVRTC makes of the workspace's
+//! sources (`tests/nvrtc.rs` decodes them all), and their close relatives. Others are refused by name.
 
 use crate::exec::program::{ALL, Action, Flow, Mask, PredSlot, Slot, lanes};
 use crate::exec::warp::Warp;
@@ -7,7 +8,6 @@ use crate::ptx::syntax::Operand;
 use crate::ptx::types::Type;
 
 mod async_copy;
-mod atomic;
 mod bits;
 mod compare;
 mod convert;
@@ -17,7 +17,6 @@ mod integer;
 mod matrix;
 mod memory;
 mod moves;
-mod packed;
 mod sync;
 
 /// The result of decoding. The error describes what is wrong with the instruction.
@@ -26,31 +25,25 @@ pub(crate) type Decoded<T = Flow> = Result<T, String>;
 /// Decodes an instruction.
 pub(crate) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     match mods.name {
-        "mov" | "cvta" | "isspacep" | "selp" | "slct" => moves::decode(mods, operands, b),
-        "ld" | "ldu" | "st" => memory::decode(mods, operands, b),
-        "atom" | "red" => atomic::decode(mods, operands, b),
+        "mov" | "cvta" | "selp" => moves::decode(mods, operands, b),
+        "ld" | "st" => memory::decode(mods, operands, b),
         "cvt" => convert::decode(mods, operands, b),
-        "setp" | "set" | "testp" => compare::decode(mods, operands, b),
-        "and" | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "shf" | "prmt" | "bfe" | "bfi"
-        | "lop3" | "popc" | "clz" | "brev" | "bfind" | "bmsk" | "szext" => {
+        "setp" => compare::decode(mods, operands, b),
+        "and" | "or" | "xor" | "not" | "shl" | "shr" | "prmt" | "bfi" | "popc" | "clz" | "brev" => {
             bits::decode(mods, operands, b)
         }
-        "bar" | "barrier" | "shfl" | "vote" | "match" | "redux" | "activemask" | "elect"
-        | "membar" | "fence" | "nanosleep" | "trap" | "brkpt" | "prefetch" | "prefetchu"
-        | "discard" | "applypriority" | "griddepcontrol" => sync::decode(mods, operands, b),
+        "bar" | "shfl" => sync::decode(mods, operands, b),
         "cp" => async_copy::decode(mods, operands, b),
-        "ldmatrix" | "stmatrix" | "movmatrix" | "mma" => matrix::decode(mods, operands, b),
+        "ldmatrix" | "mma" => matrix::decode(mods, operands, b),
         _ => {
             let kind = mods.take_type()?;
             match kind {
                 Type::Bits(_) | Type::Unsigned(_) | Type::Signed(_) => {
                     integer::decode(kind, mods, operands, b)
                 }
-                Type::F32 | Type::F64 => float::decode(kind, mods, operands, b),
-                Type::F16 | Type::F16x2 | Type::Bf16 | Type::Bf16x2 => {
-                    packed::decode(kind, mods, operands, b)
-                }
-                Type::Pred | Type::Tf32 => unknown(),
+                Type::F32 => float::single(mods, operands, b),
+                Type::F64 => float::double(mods, operands, b),
+                Type::Pred | Type::F16 | Type::F16x2 | Type::Bf16 | Type::Bf16x2 => unknown(),
             }
         }
     }
@@ -68,6 +61,18 @@ fn exactly<const N: usize>(operands: &[Operand]) -> Decoded<&[Operand; N]> {
         .map_err(|_| format!("{} operands, and not {N}", operands.len()))
 }
 
+/// The register that is written, and the slots of the `N` values after it.
+fn slots<const N: usize>(operands: &[Operand], b: &mut Builder<'_>) -> Decoded<(Slot, [Slot; N])> {
+    let Some((to, from)) = operands.split_first() else {
+        return Err("no operands".into());
+    };
+    let mut found = [0; N];
+    for (slot, operand) in found.iter_mut().zip(exactly::<N>(from)?) {
+        *slot = b.source(operand)?;
+    }
+    Ok((b.target(to)?, found))
+}
+
 /// Stores values in the active lanes of a register.
 #[inline]
 fn store(warp: &mut Warp, to: Slot, mask: Mask, values: &[u64; 32]) {
@@ -80,7 +85,7 @@ fn store(warp: &mut Warp, to: Slot, mask: Mask, values: &[u64; 32]) {
 }
 
 /// An action of one operand, lane by lane.
-fn map1(to: Slot, a: Slot, f: impl Fn(u64) -> u64 + Send + Sync + 'static) -> Flow {
+fn map1(to: Slot, [a]: [Slot; 1], f: impl Fn(u64) -> u64 + Send + Sync + 'static) -> Flow {
     act(move |warp, mask| {
         let a = &warp.regs[a];
         let values = std::array::from_fn(|lane| f(a[lane]));
@@ -120,11 +125,6 @@ fn act(f: impl Fn(&mut Warp, Mask) + Send + Sync + 'static) -> Flow {
         Ok(())
     });
     Flow::Do(action)
-}
-
-/// An action without effect.
-fn nothing() -> Flow {
-    act(|_, _| {})
 }
 
 /// The lanes in which a predicate, perhaps negated, is true.

@@ -1,18 +1,15 @@
-//! Moves, selections, and conversions of addresses between spaces.
+//! Moves and selections.
 
-use super::{Decoded, act, exactly, holds, map1, mask_where, store, unknown};
-use crate::exec::block::{LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW};
+use super::{Decoded, act, exactly, holds, map1, slots, store};
 use crate::exec::program::Flow;
 use crate::ptx::build::{Builder, Mods};
 use crate::ptx::syntax::Operand;
-use crate::ptx::types::{Space, Type, mask_of};
+use crate::ptx::types::{Type, mask_of};
 
 pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
     match mods.name {
         "cvta" => cvta(mods, operands, b),
-        "isspacep" => isspacep(mods, operands, b),
         "selp" => selp(mods, operands, b),
-        "slct" => unknown(),
         _ => mov(mods, operands, b),
     }
 }
@@ -59,26 +56,8 @@ fn mov(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decode
     }
 
     let keep = mask_of(kind.bits());
-    let to = b.target(to)?;
-    if let Operand::Name(name) = from
-        && let "%clock" | "%clock64" | "%clock_hi" | "%globaltimer" | "%globaltimer_lo"
-        | "%globaltimer_hi" = name.as_str()
-    {
-        let shift = if name.ends_with("_hi") { 32 } else { 0 };
-        let counts = name.starts_with("%clock");
-        return Ok(act(move |warp, mask| {
-            let now = if counts { warp.steps } else { nanoseconds() };
-            store(warp, to, mask, &[now >> shift & keep; 32]);
-        }));
-    }
-
-    let from = b.source(from)?;
+    let (to, from) = slots(operands, b)?;
     Ok(map1(to, from, move |a| a & keep))
-}
-
-fn nanoseconds() -> u64 {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    since.map_or(0, |time| time.as_nanos() as u64)
 }
 
 fn selp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
@@ -97,46 +76,12 @@ fn selp(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decod
     }))
 }
 
-/// The start of the space's window in generic addresses.
-fn window(space: Space) -> u64 {
-    match space {
-        Space::Shared => SHARED_WINDOW,
-        Space::Local => LOCAL_WINDOW,
-        Space::Param => PARAM_WINDOW,
-        Space::Global | Space::Const | Space::Generic => 0,
-    }
-}
-
+/// Addresses of global memory are the generic ones.
 fn cvta(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
-    let away = mods.take("to");
-    let space = mods.take_as(Space::named).ok_or("no space")?;
-    if mods.take_type()?.bits() != 64 {
-        return Err("addresses must have 64 bits".into());
+    mods.take("to");
+    if !mods.take("global") || mods.take_type()?.bits() != 64 {
+        return Err("only addresses of global memory are converted".into());
     }
-    let [to, a] = exactly(operands)?;
-    let to = b.target(to)?;
-    let a = b.source(a)?;
-    let window = window(space);
-    Ok(map1(to, a, move |a| {
-        if away {
-            a.wrapping_sub(window)
-        } else {
-            a.wrapping_add(window)
-        }
-    }))
-}
-
-fn isspacep(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded<Flow> {
-    let space = mods.take_as(Space::named).ok_or("no space")?;
-    let [to, a] = exactly(operands)?;
-    let to = b.pred_target(to)?;
-    let a = b.source(a)?;
-    if space == Space::Const {
-        return Err("constant memory is not told from global memory here".into());
-    }
-    let window = window(space) >> 56;
-    Ok(act(move |warp, mask| {
-        let is = mask_where(|lane| warp.regs[a][lane] >> 56 == window);
-        warp.set_pred(to, mask, is);
-    }))
+    let (to, from) = slots(operands, b)?;
+    Ok(map1(to, from, |a| a))
 }

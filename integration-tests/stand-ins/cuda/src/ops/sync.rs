@@ -1,127 +1,25 @@
-//! Barriers, shuffles and votes; and hints, which have no effect.
+//! Barriers and shuffles.
 
-use super::memory::only_address;
-use super::{Decoded, act, exactly, holds, mask_where, nothing, store, unknown};
-use crate::error::Failure;
-use crate::exec::program::{Action, Flow, Mask, Reduction, fault, lanes};
+use super::{Decoded, exactly, mask_where, store, unknown};
+use crate::exec::program::{Action, Flow, Mask};
 use crate::exec::warp::Warp;
 use crate::ptx::build::{Builder, Mods};
 use crate::ptx::syntax::Operand;
-use crate::ptx::types::{Space, Type};
+use crate::ptx::types::Type;
 
 pub(super) fn decode(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
-    match mods.name {
-        "bar" | "barrier" => barrier(mods, operands, b),
-        "shfl" => shuffle(mods, operands, b),
-        "vote" => vote(mods, operands, b),
-        "match" => matching(mods, operands, b),
-        "redux" => reduce(mods, operands, b),
-        "activemask" => {
-            mods.take_type()?;
-            let [to] = exactly(operands)?;
-            let to = b.target(to)?;
-            Ok(act(move |warp, mask| {
-                store(warp, to, mask, &[u64::from(mask); 32])
-            }))
-        }
-        "trap" | "brkpt" => {
-            let action: Action = Box::new(|_, _, _| fault(Failure::LaunchFailed, "trap"));
-            Ok(Flow::Do(action))
-        }
-        // Accesses are done in program order, so fences have no effect.
-        "membar" | "fence" => {
-            mods.ignore(&[
-                "sc", "acq_rel", "acquire", "release", "cta", "gl", "sys", "gpu", "cluster",
-            ]);
-            Ok(nothing())
-        }
-        "nanosleep" => {
-            mods.take_type()?;
-            let [time] = exactly(operands)?;
-            b.source(time)?;
-            Ok(nothing())
-        }
-        "griddepcontrol" => {
-            mods.take_of(&["wait", "launch_dependents"])
-                .ok_or("no action")?;
-            Ok(nothing())
-        }
-        "prefetch" | "prefetchu" => {
-            let space = mods.take_as(Space::named).unwrap_or(Space::Generic);
-            mods.ignore(&["L1", "L2", "L2::evict_last", "L2::evict_normal"]);
-            only_address(operands, space, b)?;
-            Ok(nothing())
-        }
-        _ => unknown(),
+    if mods.name == "shfl" {
+        return shuffle(mods, operands, b);
     }
-}
-
-fn barrier(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
-    mods.ignore(&["cta", "aligned"]);
-    if mods.take("warp") {
+    let of_warp = mods.take("warp");
+    mods.take_of(&["sync"]).ok_or("only `.sync` is known")?;
+    let [operand] = exactly(operands)?;
+    let slot = b.source(operand)?;
+    Ok(if of_warp {
         // All lanes of the mask must arrive at this instruction.
-        mods.take_of(&["sync"]).ok_or("only `.sync` is known")?;
-        let [members] = exactly(operands)?;
-        let members = b.source(members)?;
-        return Ok(Flow::Together {
-            members,
-            action: Box::new(|_, _, _| Ok(())),
-        });
-    }
-
-    let kind = mods
-        .take_of(&["sync", "arrive", "red"])
-        .ok_or("no action")?;
-    if kind != "red" {
-        let (number, count) = match operands {
-            [number] => (number, None),
-            [number, count] => (number, Some(count)),
-            _ => return Err("the number of operands is wrong".into()),
-        };
-        let number = b.source(number)?;
-        let count = count.map(|count| b.source(count)).transpose()?;
-        return Ok(Flow::Barrier {
-            number,
-            count,
-            reduction: Reduction::None,
-            waits: kind == "sync",
-        });
-    }
-
-    let operation = mods.take_of(&["popc", "and", "or"]).ok_or("no operation")?;
-    mods.take_type()?;
-    let (to, number, count, from) = match operands {
-        [to, number, from] => (to, number, None, from),
-        [to, number, count, from] => (to, number, Some(count), from),
-        _ => return Err("the number of operands is wrong".into()),
-    };
-
-    let (source, negate) = b.pred_source(from)?;
-    let reduction = match operation {
-        "popc" => Reduction::Count {
-            source,
-            negate,
-            to: b.target(to)?,
-        },
-        "and" => Reduction::All {
-            source,
-            negate,
-            to: b.pred_target(to)?,
-        },
-        _ => Reduction::Any {
-            source,
-            negate,
-            to: b.pred_target(to)?,
-        },
-    };
-
-    let number = b.source(number)?;
-    let count = count.map(|count| b.source(count)).transpose()?;
-    Ok(Flow::Barrier {
-        number,
-        count,
-        reduction,
-        waits: true,
+        together(slot, |_, _| {})
+    } else {
+        Flow::Barrier { number: slot }
     })
 }
 
@@ -186,94 +84,5 @@ fn shuffle(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> De
         if let Some(within) = within {
             warp.set_pred(within, mask, inside);
         }
-    }))
-}
-
-fn vote(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
-    mods.take_of(&["sync"]).ok_or("only `.sync` is known")?;
-    let mode = mods
-        .take_of(&["all", "any", "uni", "ballot"])
-        .ok_or("no mode")?;
-    mods.take_type()?;
-    let [to, a, members] = exactly(operands)?;
-    let a = b.pred_source(a)?;
-    let members = b.source(members)?;
-
-    if mode == "ballot" {
-        let to = b.target(to)?;
-        return Ok(together(members, move |warp, mask| {
-            let yes = holds(warp, a) & mask;
-            store(warp, to, mask, &[u64::from(yes); 32]);
-        }));
-    }
-
-    let to = b.pred_target(to)?;
-    let decide: fn(Mask, Mask) -> bool = match mode {
-        "all" => |yes, mask| yes == mask,
-        "any" => |yes, _| yes != 0,
-        _ => |yes, mask| yes == 0 || yes == mask,
-    };
-
-    Ok(together(members, move |warp, mask| {
-        let result = decide(holds(warp, a) & mask, mask);
-        warp.set_pred(to, mask, if result { !0 } else { 0 });
-    }))
-}
-
-fn matching(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
-    let all = mods.take_of(&["any", "all"]).ok_or("no mode")? == "all";
-    mods.take_of(&["sync"]).ok_or("only `.sync` is known")?;
-    let narrow = crate::ptx::types::mask_of(mods.take_type()?.bits());
-    let [to, a, members] = exactly(operands)?;
-    let (to, whole) = match to {
-        Operand::Pair(to, whole) => (b.target(to)?, Some(b.pred_target(whole)?)),
-        one => (b.target(one)?, None),
-    };
-
-    let a = b.source(a)?;
-    let members = b.source(members)?;
-    Ok(together(members, move |warp, mask| {
-        let values = warp.regs[a].map(|value| value & narrow);
-        let equal = |lane: usize| mask_where(|other| values[other] == values[lane]) & mask;
-        let masks: [u64; 32] = std::array::from_fn(|lane| match equal(lane) {
-            found if !all || found == mask => u64::from(found),
-            _ => 0,
-        });
-        store(warp, to, mask, &masks);
-        if let Some(whole) = whole {
-            warp.set_pred(whole, mask, mask_where(|lane| masks[lane] != 0));
-        }
-    }))
-}
-
-fn reduce(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -> Decoded {
-    mods.take_of(&["sync"]).ok_or("only `.sync` is known")?;
-    let operation = mods
-        .take_of(&["add", "min", "max", "and", "or", "xor"])
-        .ok_or("no operation")?;
-    let kind = mods.take_type()?;
-
-    let f: fn(u32, u32) -> u32 = match (operation, kind) {
-        ("add", Type::Unsigned(32) | Type::Signed(32)) => u32::wrapping_add,
-        ("min", Type::Unsigned(32)) => u32::min,
-        ("max", Type::Unsigned(32)) => u32::max,
-        ("min", Type::Signed(32)) => |a, b| (a as i32).min(b as i32) as u32,
-        ("max", Type::Signed(32)) => |a, b| (a as i32).max(b as i32) as u32,
-        ("and", Type::Bits(32)) => |a, b| a & b,
-        ("or", Type::Bits(32)) => |a, b| a | b,
-        ("xor", Type::Bits(32)) => |a, b| a ^ b,
-        _ => return unknown(),
-    };
-
-    let [to, a, members] = exactly(operands)?;
-    let to = b.target(to)?;
-    let a = b.source(a)?;
-    let members = b.source(members)?;
-    Ok(together(members, move |warp, mask| {
-        let all = lanes(mask)
-            .map(|lane| warp.regs[a][lane] as u32)
-            .reduce(f)
-            .unwrap_or(0);
-        store(warp, to, mask, &[u64::from(all); 32]);
     }))
 }

@@ -11,11 +11,8 @@ pub(crate) struct Module {
 #[derive(Debug)]
 pub(crate) struct Function {
     pub(crate) name: String,
-    pub(crate) entry: bool,
-    pub(crate) returns: Vec<Variable>,
     pub(crate) params: Vec<Variable>,
-    /// `None` if the function is only declared.
-    pub(crate) body: Option<Vec<Statement>>,
+    pub(crate) body: Vec<Statement>,
     /// From `.maxntid` and `.reqntid`.
     pub(crate) max_threads: Option<u32>,
     pub(crate) required_block: Option<[u32; 3]>,
@@ -27,20 +24,8 @@ pub(crate) struct Variable {
     pub(crate) name: String,
     pub(crate) space: Space,
     pub(crate) align: usize,
-    pub(crate) element: Type,
     /// 0 for an array without a length: dynamic shared memory.
     pub(crate) bytes: usize,
-    pub(crate) external: bool,
-    pub(crate) values: Vec<Value>,
-    pub(crate) line: u32,
-}
-
-/// An element of an initialiser.
-#[derive(Clone, Debug)]
-pub(crate) enum Value {
-    Bits(u64),
-    /// The address of a variable, and an offset.
-    Address(String, i64),
 }
 
 #[derive(Debug)]
@@ -61,11 +46,6 @@ pub(crate) enum StatementKind {
         count: Option<u64>,
     },
     Variable(Variable),
-    /// `name: .branchtargets a, b;`
-    Targets {
-        name: String,
-        labels: Vec<String>,
-    },
     Instruction(Instruction),
 }
 
@@ -79,7 +59,7 @@ pub(crate) struct Instruction {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Operand {
-    /// A register, a variable, a label or a function.
+    /// A register, a variable or a label.
     Name(String),
     /// `!%p`
     Not(String),
@@ -93,6 +73,4 @@ pub(crate) enum Operand {
     /// `[base + offset]`; `Sum` is `name + offset`, an address used as a value.
     Address(Box<Operand>, i64),
     Sum(String, i64),
-    /// `(a, b)` of a call.
-    List(Vec<Operand>),
 }

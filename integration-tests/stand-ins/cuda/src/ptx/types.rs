@@ -11,7 +11,6 @@ pub(crate) enum Type {
     F16x2,
     Bf16,
     Bf16x2,
-    Tf32,
     F32,
     F64,
 }
@@ -37,7 +36,6 @@ impl Type {
             "f16x2" => Self::F16x2,
             "bf16" => Self::Bf16,
             "bf16x2" => Self::Bf16x2,
-            "tf32" => Self::Tf32,
             "f32" => Self::F32,
             "f64" => Self::F64,
             _ => return None,
@@ -50,7 +48,7 @@ impl Type {
             Self::Pred => 1,
             Self::Bits(n) | Self::Unsigned(n) | Self::Signed(n) => n,
             Self::F16 | Self::Bf16 => 16,
-            Self::F16x2 | Self::Bf16x2 | Self::F32 | Self::Tf32 => 32,
+            Self::F16x2 | Self::Bf16x2 | Self::F32 => 32,
             Self::F64 => 64,
         }
     }
@@ -68,11 +66,9 @@ pub(crate) fn mask_of(bits: u32) -> u64 {
 /// A state space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Space {
-    Generic,
+    /// Generic addresses are those of global memory: nothing else is converted to one.
     Global,
-    Const,
     Shared,
-    Local,
     Param,
 }
 
@@ -81,10 +77,8 @@ impl Space {
     pub(crate) fn named(name: &str) -> Option<Self> {
         Some(match name {
             "global" => Self::Global,
-            "const" => Self::Const,
             "shared" | "shared::cta" => Self::Shared,
-            "local" => Self::Local,
-            "param" | "param::entry" | "param::func" => Self::Param,
+            "param" | "param::entry" => Self::Param,
             _ => return None,
         })
     }

@@ -239,3 +239,16 @@ pub(crate) fn check(code: &str, triples: &[[u64; 3]], expected: impl Fn([u64; 3]
         );
     }
 }
+
+fn f(x: u64) -> f32 {
+    f32::from_bits(x as u32)
+}
+
+/// The bits of a result, with the canonical NaN of GPUs.
+fn bits(x: f32) -> u64 {
+    if x.is_nan() {
+        0x7fff_ffff
+    } else {
+        u64::from(x.to_bits())
+    }
+}

@@ -1,13 +1,11 @@
-//! Decodes a kernel: resolves names to slots and labels to positions, and inlines calls.
+//! Decodes a kernel: resolves names to slots and labels to positions.
 
 use std::collections::HashMap;
 
 use crate::exec::program::{self, Flow, PredSlot, Program, Slot, Special};
 use crate::ops;
 use crate::ptx::lexer::Mistake;
-use crate::ptx::syntax::{
-    Function, Instruction, Module, Operand, Statement, StatementKind, Variable,
-};
+use crate::ptx::syntax::{Function, Instruction, Module, Operand, Statement, StatementKind};
 use crate::ptx::types::{Space, Type};
 
 mod mods;
@@ -16,18 +14,15 @@ mod operands;
 
 pub(crate) use mods::Mods;
 
-/// Maximum call depth; deeper calls are treated as recursion.
-const DEEPEST: usize = 32;
-
 /// The declaration that a name resolves to.
 #[derive(Clone, Debug)]
 enum Named {
     Register(Slot),
     Pred(PredSlot),
-    Memory(Space, u64),
+    /// A variable or a parameter, by its offset.
+    Memory(u64),
     /// The first byte of dynamic shared memory.
     Dynamic,
-    Targets(Vec<String>),
 }
 
 /// A scope: a part of a function in braces.
@@ -38,11 +33,11 @@ struct Scope {
     families: Vec<(String, Type, u64)>,
 }
 
-/// A jump whose labels are resolved after the function is decoded.
+/// A jump whose label is resolved after the function is decoded.
 struct Fixup {
     at: usize,
     line: u32,
-    labels: Vec<String>,
+    label: String,
     scopes: Vec<usize>,
 }
 
@@ -56,8 +51,6 @@ pub(crate) struct Address {
 
 pub(crate) struct Builder<'a> {
     module: &'a Module,
-    /// Addresses of the module's variables in global and constant memory.
-    addresses: &'a HashMap<String, u64>,
     code: Vec<program::Instruction>,
     /// Width of each slot in bits.
     widths: Vec<u32>,
@@ -69,34 +62,24 @@ pub(crate) struct Builder<'a> {
     next_scope: usize,
     labels: HashMap<(usize, String), usize>,
     fixups: Vec<Fixup>,
-    /// Per function being inlined, the jumps to its end.
-    returns: Vec<Vec<usize>>,
     params: Vec<(usize, usize)>,
     shared_bytes: usize,
     shared_names: HashMap<String, u64>,
     dynamic_align: usize,
-    local_bytes: usize,
     registers: u64,
     line: u32,
     true_pred: PredSlot,
-    /// The predicate that `add.cc` sets and `addc` reads.
-    carry: PredSlot,
 }
 
 type Built<T> = Result<T, String>;
 
 /// Decodes the kernel `function`.
-pub(crate) fn build(
-    module: &Module,
-    function: &Function,
-    addresses: &HashMap<String, u64>,
-) -> Result<Program, Mistake> {
+pub(crate) fn build(module: &Module, function: &Function) -> Result<Program, Mistake> {
     let mut builder = Builder {
         module,
-        addresses,
         code: Vec::new(),
         widths: Vec::new(),
-        preds: 2,
+        preds: 1,
         constants: HashMap::new(),
         specials: HashMap::new(),
         dynamic: Vec::new(),
@@ -104,16 +87,13 @@ pub(crate) fn build(
         next_scope: 0,
         labels: HashMap::new(),
         fixups: Vec::new(),
-        returns: Vec::new(),
         params: Vec::new(),
         shared_bytes: 0,
         shared_names: HashMap::new(),
         dynamic_align: 16,
-        local_bytes: 0,
         registers: 0,
         line: function.line,
         true_pred: 0,
-        carry: 1,
     };
 
     let built = builder.kernel(function);
@@ -133,14 +113,10 @@ impl Builder<'_> {
         for param in &function.params {
             offset = aligned(offset, param.align);
             self.params.push((offset, param.bytes));
-            self.name(&param.name, Named::Memory(Space::Param, offset as u64));
+            self.name(&param.name, Named::Memory(offset as u64));
             offset += param.bytes;
         }
-        let body = function
-            .body
-            .as_ref()
-            .ok_or_else(|| format!("{} has no body", function.name))?;
-        self.body(body)?;
+        self.body(&function.body)?;
         self.emit(None, Flow::Exit);
         self.resolve_labels()
     }
@@ -173,7 +149,6 @@ impl Builder<'_> {
                 .map(|(special, slot)| (slot, special))
                 .collect(),
             true_pred: self.true_pred,
-            local_bytes: self.local_bytes,
             shared_bytes: self.shared_bytes,
             params: self.params,
             max_threads: function.max_threads.unwrap_or(1024).min(1024),
@@ -214,9 +189,6 @@ impl Builder<'_> {
                     let scope = self.scopes.last().map_or(0, |s| s.number);
                     self.labels.insert((scope, label.clone()), self.code.len());
                 }
-                StatementKind::Targets { name, labels } => {
-                    self.name(name, Named::Targets(labels.clone()))
-                }
                 StatementKind::Registers { kind, name, count } => self.declare(*kind, name, *count),
                 StatementKind::Variable(variable) => self.variable(variable)?,
                 StatementKind::Instruction(instruction) => {
@@ -246,42 +218,12 @@ impl Builder<'_> {
                 let [Operand::Name(label)] = operands else {
                     return Err("a label expected".into());
                 };
-                self.jump(guard, vec![label.clone()], Flow::Jump(0));
-            }
-            "brx" => {
-                mods.ignore(&["idx", "uni"]);
-                let [index, Operand::Name(targets)] = operands else {
-                    return Err("an index and targets expected".into());
-                };
-                let index = self.source(index)?;
-                let Some(Named::Targets(labels)) = self.find(targets) else {
-                    return Err(format!("{targets} are no targets"));
-                };
-                self.jump(
-                    guard,
-                    labels,
-                    Flow::JumpTable {
-                        index,
-                        targets: Vec::new(),
-                    },
-                );
+                self.jump(guard, label.clone());
             }
             "exit" => self.emit(guard, Flow::Exit),
             "ret" => {
                 mods.ignore(&["uni"]);
-                if let Some(returns) = self.returns.last_mut() {
-                    returns.push(self.code.len());
-                    self.emit(guard, Flow::Jump(0));
-                } else {
-                    self.emit(guard, Flow::Exit);
-                }
-            }
-            "call" => {
-                mods.ignore(&["uni"]);
-                if guard.is_some() {
-                    return Err("a call with a predicate is not supported".into());
-                }
-                self.call(operands)?;
+                self.emit(guard, Flow::Exit);
             }
             _ => {
                 let flow = ops::decode(&mut mods, operands, self)?;
@@ -292,108 +234,32 @@ impl Builder<'_> {
         mods.finish()
     }
 
-    fn jump(&mut self, guard: Option<(PredSlot, bool)>, labels: Vec<String>, flow: Flow) {
+    fn jump(&mut self, guard: Option<(PredSlot, bool)>, label: String) {
         let scopes = self.scopes.iter().rev().map(|s| s.number).collect();
         self.fixups.push(Fixup {
             at: self.code.len(),
             line: self.line,
-            labels,
+            label,
             scopes,
         });
-        self.emit(guard, flow);
+        self.emit(guard, Flow::Jump(0));
     }
 
     fn resolve_labels(&mut self) -> Built<()> {
-        for fixup in std::mem::take(&mut self.fixups) {
-            self.line = fixup.line;
-            let mut found = Vec::new();
-            for label in &fixup.labels {
-                let place = fixup
-                    .scopes
-                    .iter()
-                    .find_map(|&scope| self.labels.get(&(scope, label.clone())));
-                found.push(*place.ok_or_else(|| format!("there is no label {label}"))?);
-            }
-            match &mut self.code[fixup.at].flow {
-                Flow::JumpTable { targets, .. } => *targets = found,
-                flow => *flow = Flow::Jump(found[0]),
-            }
+        for Fixup {
+            at,
+            line,
+            label,
+            scopes,
+        } in std::mem::take(&mut self.fixups)
+        {
+            self.line = line;
+            let place = scopes
+                .iter()
+                .find_map(|&scope| self.labels.get(&(scope, label.clone())));
+            let to = *place.ok_or_else(|| format!("there is no label {label}"))?;
+            self.code[at].flow = Flow::Jump(to);
         }
-        Ok(())
-    }
-
-    /// Inlines the called function. Its parameters are the caller's variables.
-    fn call(&mut self, operands: &[Operand]) -> Built<()> {
-        let (returns, name, args) = match operands {
-            [
-                Operand::List(returns),
-                Operand::Name(name),
-                Operand::List(args),
-            ] => (&returns[..], name, &args[..]),
-            [Operand::Name(name), Operand::List(args)] => (&[][..], name, &args[..]),
-            [Operand::List(returns), Operand::Name(name)] => (&returns[..], name, &[][..]),
-            [Operand::Name(name)] => (&[][..], name, &[][..]),
-            _ => return Err("a call through a register is not supported".into()),
-        };
-
-        if name == "__assertfail" {
-            let action = Box::new(|_: &mut _, _: &mut _, _| {
-                program::fault(crate::error::Failure::Assert, "an assertion failed")
-            });
-            self.emit(None, Flow::Do(action));
-            return Ok(());
-        }
-
-        let module = self.module;
-        let function = module
-            .functions
-            .iter()
-            .find(|f| f.name == *name && f.body.is_some());
-        let Some(function) = function else {
-            return Err(format!("{name} is not defined in this module"));
-        };
-        if self.returns.len() >= DEEPEST {
-            return Err(format!("{name} calls itself, which is not supported"));
-        }
-        let formal: Vec<&Variable> = function.returns.iter().chain(&function.params).collect();
-        let actual: Vec<&Operand> = returns.iter().chain(args).collect();
-
-        if formal.len() != actual.len() {
-            return Err(format!(
-                "{name} has {} parameters, and {} are given",
-                formal.len(),
-                actual.len()
-            ));
-        }
-
-        let mut bound = Vec::new();
-        for (formal, actual) in formal.into_iter().zip(actual) {
-            let Operand::Name(actual) = actual else {
-                return Err("an argument that is no variable".into());
-            };
-            let found = self
-                .find(actual)
-                .filter(|named| matches!(named, Named::Memory(..)));
-            bound.push((
-                formal.name.clone(),
-                found.ok_or_else(|| format!("{actual} is no variable"))?,
-            ));
-        }
-
-        let line = self.line;
-        let outer = std::mem::take(&mut self.scopes);
-        self.open();
-        bound
-            .into_iter()
-            .for_each(|(name, named)| self.name(&name, named));
-        self.returns.push(Vec::new());
-        self.body(function.body.as_deref().unwrap_or_default())?;
-        let end = self.code.len();
-        for at in self.returns.pop().unwrap_or_default() {
-            self.code[at].flow = Flow::Jump(end);
-        }
-        (self.scopes, self.line) = (outer, line);
-
         Ok(())
     }
 }

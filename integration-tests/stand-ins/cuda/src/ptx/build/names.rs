@@ -32,29 +32,14 @@ impl Builder<'_> {
     }
 
     pub(super) fn variable(&mut self, variable: &Variable) -> Built<()> {
-        if !variable.values.is_empty() {
+        if variable.space != Space::Shared {
+            let space = variable.space;
             return Err(format!(
-                "{} is within a function and has a value",
+                "{} in {space:?} memory is not supported",
                 variable.name
             ));
         }
-
-        let named = match variable.space {
-            Space::Shared => Named::Memory(Space::Shared, self.shared(variable)),
-            Space::Local | Space::Param => {
-                self.local_bytes = aligned(self.local_bytes, variable.align);
-                let offset = self.local_bytes as u64;
-                self.local_bytes += variable.bytes;
-                Named::Memory(Space::Local, offset)
-            }
-            space => {
-                return Err(format!(
-                    "{} in {space:?} memory within a function",
-                    variable.name
-                ));
-            }
-        };
-
+        let named = Named::Memory(self.shared(variable));
         self.name(&variable.name, named);
         Ok(())
     }
@@ -82,17 +67,10 @@ impl Builder<'_> {
             }
         }
 
-        if let Some(&address) = self.addresses.get(name) {
-            return Some(Named::Memory(Space::Global, address));
-        }
         if let Some(&offset) = self.shared_names.get(name) {
-            return Some(Named::Memory(Space::Shared, offset));
+            return Some(Named::Memory(offset));
         }
-        let variable = self
-            .module
-            .variables
-            .iter()
-            .find(|v| v.name == name && v.space == Space::Shared)?;
+        let variable = self.module.variables.iter().find(|v| v.name == name)?;
 
         if variable.bytes == 0 {
             self.dynamic_align = self.dynamic_align.max(variable.align);
@@ -101,6 +79,6 @@ impl Builder<'_> {
 
         let offset = self.shared(variable);
         self.shared_names.insert(name.to_owned(), offset);
-        Some(Named::Memory(Space::Shared, offset))
+        Some(Named::Memory(offset))
     }
 }

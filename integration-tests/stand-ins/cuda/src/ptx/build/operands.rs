@@ -16,10 +16,6 @@ impl Builder<'_> {
         self.preds - 1
     }
 
-    pub(crate) fn carry(&self) -> PredSlot {
-        self.carry
-    }
-
     pub(crate) fn true_pred(&self) -> PredSlot {
         self.true_pred
     }
@@ -50,17 +46,6 @@ impl Builder<'_> {
             None => match name {
                 "%laneid" => Special::Lane,
                 "%warpid" => Special::Warp,
-                "%nwarpid" => Special::Warps,
-                "%smid" => Special::Multiprocessor,
-                "%nsmid" => Special::Multiprocessors,
-                "%gridid" => Special::Grid,
-                "%lanemask_eq" => Special::LanesEqual,
-                "%lanemask_lt" => Special::LanesLess,
-                "%lanemask_le" => Special::LanesLessOrEqual,
-                "%lanemask_gt" => Special::LanesGreater,
-                "%lanemask_ge" => Special::LanesGreaterOrEqual,
-                "%dynamic_smem_size" => Special::DynamicSharedBytes,
-                "%total_smem_size" => Special::TotalSharedBytes,
                 "WARP_SZ" => return Some(self.constant(32)),
                 _ => return None,
             },
@@ -88,7 +73,7 @@ impl Builder<'_> {
     fn value_of(&mut self, name: &str, offset: u64) -> Built<Slot> {
         match self.find(name) {
             Some(Named::Register(slot)) if offset == 0 => Ok(slot),
-            Some(Named::Memory(_, at)) => Ok(self.constant(at.wrapping_add(offset))),
+            Some(Named::Memory(at)) => Ok(self.constant(at.wrapping_add(offset))),
             Some(Named::Dynamic) => {
                 let slot = self.new_slot(64);
                 self.dynamic.push((slot, offset));
@@ -141,10 +126,6 @@ impl Builder<'_> {
         }
     }
 
-    pub(crate) fn is_pred(&mut self, operand: &Operand) -> bool {
-        matches!(operand, Operand::Name(name) if matches!(self.find(name), Some(Named::Pred(_))))
-    }
-
     /// The registers of a vector, or the one register of a scalar.
     pub(crate) fn targets(&mut self, operand: &Operand) -> Built<Vec<Slot>> {
         match operand {
@@ -160,19 +141,10 @@ impl Builder<'_> {
         }
     }
 
-    /// An address in `space`. A variable within a function, and a called function's parameter, are
-    /// in local memory.
+    /// An address in `space`.
     pub(crate) fn address(&mut self, operand: &Operand, space: Space) -> Built<Address> {
         let Operand::Address(base, offset) = operand else {
             return Err(format!("{operand:?} is no address"));
-        };
-        let space = match &**base {
-            Operand::Name(name) => match self.find(name) {
-                Some(Named::Memory(Space::Local, _)) => Space::Local,
-                Some(Named::Memory(Space::Param, _)) => Space::Param,
-                _ => space,
-            },
-            _ => space,
         };
         Ok(Address {
             base: self.source(base)?,

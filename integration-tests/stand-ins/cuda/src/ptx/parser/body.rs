@@ -67,7 +67,7 @@ impl Parser {
                     let Some(space) = Space::named(&other[1..]) else {
                         return self.mistake(format!("unknown directive `{other}`"));
                     };
-                    self.variables(space, false)?
+                    self.variables(space)?
                         .into_iter()
                         .for_each(|v| push(StatementKind::Variable(v)));
                 }
@@ -84,19 +84,7 @@ impl Parser {
 
         let opcode = self.word()?;
         if guard.is_none() && self.has(':') {
-            if self.has_word(".branchtargets") {
-                let mut labels = vec![self.word()?];
-                while self.has(',') {
-                    labels.push(self.word()?);
-                }
-                self.expect(';')?;
-                push(StatementKind::Targets {
-                    name: opcode,
-                    labels,
-                });
-            } else {
-                push(StatementKind::Label(opcode));
-            }
+            push(StatementKind::Label(opcode));
             return Ok(());
         }
 
@@ -146,10 +134,6 @@ impl Parser {
         if self.has('{') {
             return Ok(Operand::Vector(self.list('}')?));
         }
-        if self.has('(') {
-            return Ok(Operand::List(self.list(')')?));
-        }
-
         if self.has('[') {
             let base = match self.next()? {
                 Token::Word(name) => Operand::Name(name),

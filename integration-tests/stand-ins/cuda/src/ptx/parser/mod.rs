@@ -68,12 +68,6 @@ impl Parser {
         }
     }
 
-    fn has_word(&mut self, word: &str) -> bool {
-        let found = matches!(self.peek(), Some(Token::Word(w)) if w == word);
-        self.at += usize::from(found);
-        found
-    }
-
     fn word(&mut self) -> Parsed<String> {
         match self.next()? {
             Token::Word(word) => Ok(word),
@@ -112,7 +106,6 @@ impl Parser {
     }
 
     fn item(&mut self, module: &mut Module) -> Parsed<()> {
-        let mut external = false;
         loop {
             let Some(directive) = self.directive() else {
                 return self.mistake(format!("a directive expected, {:?} found", self.peek()));
@@ -148,22 +141,24 @@ impl Parser {
                     return Ok(());
                 }
                 ".section" => return self.skip_section(),
-                ".visible" | ".weak" | ".common" => {}
-                ".extern" => external = true,
-                ".entry" | ".func" => {
-                    let function = self.function(directive == ".entry")?;
+                ".visible" | ".weak" | ".extern" => {}
+                ".entry" => {
+                    let function = self.function()?;
                     module.functions.push(function);
                     return Ok(());
                 }
-                other => {
-                    let Some(space) = Space::named(&other[1..]) else {
-                        return self.mistake(format!("unknown directive `{other}`"));
-                    };
-                    for variable in self.variables(space, external)? {
-                        module.variables.push(variable);
+                ".shared" => {
+                    module.variables.extend(self.variables(Space::Shared)?);
+                    return Ok(());
+                }
+                // A constant of a class. A kernel that uses one is refused: its name is not declared.
+                ".global" | ".const" => {
+                    while !self.has(';') {
+                        self.next()?;
                     }
                     return Ok(());
                 }
+                other => return self.mistake(format!("unknown directive `{other}`")),
             }
         }
     }
@@ -182,14 +177,8 @@ impl Parser {
         Ok(())
     }
 
-    fn function(&mut self, entry: bool) -> Parsed<Function> {
+    fn function(&mut self) -> Parsed<Function> {
         let line = self.line();
-        let returns = if !entry && self.peek() == Some(&Token::Mark('(')) {
-            self.params()?
-        } else {
-            Vec::new()
-        };
-
         let name = self.word()?;
         let params = if self.peek() == Some(&Token::Mark('(')) {
             self.params()?
@@ -209,7 +198,6 @@ impl Parser {
                 ".minnctapersm" | ".maxnreg" | ".maxnctapersm" => {
                     self.integer()?;
                 }
-                ".noreturn" => {}
                 ".pragma" => {
                     self.next()?;
                     self.expect(';')?;
@@ -218,18 +206,10 @@ impl Parser {
             }
         }
 
-        let body = if self.has(';') {
-            None
-        } else {
-            Some(self.body()?)
-        };
-
         Ok(Function {
             name,
-            entry,
-            returns,
             params,
-            body,
+            body: self.body()?,
             max_threads,
             required_block,
             line,
@@ -252,7 +232,7 @@ impl Parser {
         let mut all = Vec::new();
         while !self.has(')') {
             match self.directive().as_deref() {
-                Some(".param") => all.push(self.variable(Space::Param, false)?),
+                Some(".param") => all.push(self.variable(Space::Param)?),
                 Some(".reg") => return self.mistake("a parameter in a register is not supported"),
                 _ => return self.mistake("a parameter expected"),
             }
@@ -265,7 +245,7 @@ impl Parser {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ptx::syntax::{Operand, StatementKind, Value};
+    use crate::ptx::syntax::{Operand, StatementKind};
 
     const HEAD: &str = ".version 9.2\n.target sm_90\n.address_size 64\n";
 
@@ -280,8 +260,8 @@ mod tests {
         let module = parse(&text).unwrap();
         let function = &module.functions[0];
         assert_eq!(
-            (function.name.as_str(), function.entry, function.max_threads),
-            ("f", true, Some(256))
+            (function.name.as_str(), function.max_threads),
+            ("f", Some(256))
         );
 
         assert_eq!(
@@ -294,8 +274,7 @@ mod tests {
         );
 
         assert_eq!(module.variables[0].bytes, 0);
-        assert!(matches!(module.variables[1].values[1], Value::Bits(n) if n as i64 == -2));
-        let body = function.body.as_ref().unwrap();
+        let body = &function.body;
         let StatementKind::Instruction(load) = &body[4].kind else {
             panic!("{body:?}")
         };

@@ -2,31 +2,25 @@
 
 use super::{Parsed, Parser};
 use crate::ptx::lexer::Token;
-use crate::ptx::syntax::{Value, Variable};
+use crate::ptx::syntax::Variable;
 use crate::ptx::types::{Space, Type};
 
 impl Parser {
     /// The variables of one declaration, up to its `;`.
-    pub(super) fn variables(&mut self, space: Space, external: bool) -> Parsed<Vec<Variable>> {
-        let first = self.variable(space, external)?;
+    pub(super) fn variables(&mut self, space: Space) -> Parsed<Vec<Variable>> {
+        let first = self.variable(space)?;
         let mut all = vec![first];
         while self.has(',') {
             let name = self.word()?;
-            let line = self.line();
             let like = all[0].clone();
-            all.push(Variable {
-                name,
-                line,
-                values: Vec::new(),
-                ..like
-            });
+            all.push(Variable { name, ..like });
         }
         self.expect(';')?;
         Ok(all)
     }
 
-    /// `.align 8 .b8 name[16] = {...}`, after its space.
-    pub(super) fn variable(&mut self, space: Space, external: bool) -> Parsed<Variable> {
+    /// `.align 8 .b8 name[16]`, after its space.
+    pub(super) fn variable(&mut self, space: Space) -> Parsed<Variable> {
         let mut align = None;
         let mut element = None;
         let mut lanes = 1usize;
@@ -38,7 +32,7 @@ impl Parser {
                 "align" if points => drop(self.small()?),
                 "align" => align = Some(self.small()? as usize),
                 "ptr" => points = true,
-                "global" | "const" | "shared" | "local" | "managed" => {}
+                "global" | "shared" => {}
                 "v2" => lanes = 2,
                 "v4" => lanes = 4,
                 other => match Type::named(other) {
@@ -49,7 +43,6 @@ impl Parser {
         }
 
         let name = self.word()?;
-        let line = self.line();
         let Some(element) = element else {
             return self.mistake(format!("{name} has no type"));
         };
@@ -66,12 +59,8 @@ impl Parser {
             }
         }
 
-        let mut values = Vec::new();
-        if self.has('=') {
-            self.values(&mut values)?;
-        }
         if is_open {
-            elements = Some(values.len());
+            elements = Some(0);
         }
         let bytes = elements
             .and_then(|n| n.checked_mul(element.bytes()))
@@ -88,44 +77,8 @@ impl Parser {
             name,
             space,
             align,
-            element,
             bytes,
-            external,
-            values,
-            line,
         })
-    }
-
-    fn values(&mut self, all: &mut Vec<Value>) -> Parsed<()> {
-        if self.has('{') {
-            while !self.has('}') {
-                self.values(all)?;
-                self.has(',');
-            }
-            return Ok(());
-        }
-
-        if self.peek() == Some(&Token::Mark('-')) {
-            all.push(Value::Bits(self.integer()?));
-            return Ok(());
-        }
-
-        let value = match self.next()? {
-            Token::Integer(n) => Value::Bits(n),
-            Token::F32(bits) => Value::Bits(u64::from(bits)),
-            Token::F64(bits) => Value::Bits(bits),
-            Token::Word(word) if word == "generic" => {
-                self.expect('(')?;
-                let name = self.word()?;
-                self.expect(')')?;
-                Value::Address(name, self.offset()?)
-            }
-            Token::Word(name) => Value::Address(name, self.offset()?),
-            other => return self.mistake(format!("no initial value: {other:?}")),
-        };
-
-        all.push(value);
-        Ok(())
     }
 
     /// `+ 8`, `- 8`, `+ -8` or nothing.
