@@ -103,8 +103,8 @@ fn children(run: &Child) -> Vec<u32> {
 #[test]
 fn a_killed_rank_is_named() {
     let dir = &temp();
-    let flags = "--ranks 3 --steps 1000000 --no-checkpoint --metrics m";
-    let mut ranks = spawned(launched(dir, 3, 3, flags));
+    let flags = "--ranks 3 --steps 1000000 --no-checkpoint";
+    let mut ranks = spawned(launched(dir, 3, 3, &format!("{flags} --metrics m")));
     wait_for(&mut ranks[0], || count_lines(&dir.join("m")) > 1);
     signal(&ranks[1], "-KILL");
     for (rank, run) in ranks.into_iter().enumerate() {
@@ -114,8 +114,8 @@ fn a_killed_rank_is_named() {
         }
     }
 
-    let mut run = dir.start(&format!("{flags} --comm processes"));
-    wait_for(&mut run, || count_lines(&dir.join("m")) > 1);
+    let mut run = dir.start(&format!("{flags} --comm processes --metrics n"));
+    wait_for(&mut run, || count_lines(&dir.join("n")) > 1);
     let children = children(&run);
     assert_eq!(children.len(), 3);
     let killed = Command::new("kill")
