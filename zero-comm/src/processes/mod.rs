@@ -13,8 +13,8 @@
 //! # Ok::<(), zero_comm::CommError>(())
 //! ```
 //!
-//! A collective runs in rounds ([`rounds`]): each rank writes a piece to its own part of the memory
-//! ([`memory`]), and reads those of the others. Sums are taken in rank order by the same code as over
+//! A collective runs in rounds (`rounds`): each rank writes a piece to its own part of the memory
+//! (`memory`), and reads those of the others. Sums are taken in rank order by the same code as over
 //! [`threads`](crate::threads), so both give the same bits. The collectives of a communicator run in
 //! the order of their calls, also on several streams.
 //!
