@@ -41,8 +41,8 @@ pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
 pub use options::CommOptions;
 pub use prefetch::{
-    OrderCheck, OwnShard, PlannedStep, PrefetchError, PrefetchOptions, PrefetchReport,
-    PrefetchStep, Prefetcher, ShardSource, Unsharded, plan_step,
+    GatherMemory, OrderCheck, OwnShard, PlannedStep, PrefetchError, PrefetchOptions,
+    PrefetchReport, PrefetchStep, Prefetcher, ShardSource, Unsharded, plan_step,
 };
 pub use scheduled::{ScheduledComm, ScheduledGroups};
 pub use solo::Solo;

@@ -40,15 +40,17 @@ mod unsharded;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
-use zero_alloc::{AllocError, Pool};
+use zero_alloc::{AllocError, Pool, Purpose};
 
 pub use policy::{PlannedStep, plan_step};
 pub use report::{OrderCheck, PrefetchReport};
 pub use step::PrefetchStep;
-pub use unsharded::{OwnShard, Unsharded};
+use unsharded::UnitMemory;
+pub use unsharded::{GatherMemory, OwnShard, Unsharded};
 
 use crate::{CommError, Gather};
 use live::{Lease, Live};
@@ -78,6 +80,9 @@ pub enum PrefetchError {
     /// The allocation of the unit failed.
     #[error(transparent)]
     Alloc(#[from] AllocError),
+    /// The caller has no memory for the unit.
+    #[error("there is no memory for unit {unit}: {message}")]
+    Memory { unit: usize, message: String },
     /// The gather was not enqueued.
     #[error(transparent)]
     Comm(#[from] CommError),
@@ -163,6 +168,8 @@ pub struct Prefetcher<D: Device> {
     /// A step is being started: its first gathers are not all enqueued.
     starting: bool,
     report: PrefetchReport,
+    /// Memory of the caller for gathered units, and the limit of a wait for its users.
+    memory: Option<(Box<dyn GatherMemory>, Duration)>,
 }
 
 /// The shards of one rank that are elsewhere than in memory of the device, such as host memory or
@@ -262,7 +269,14 @@ impl<D: Device> Prefetcher<D> {
             used: Vec::new(),
             starting: false,
             report: PrefetchReport::default(),
+            memory: None,
         }
+    }
+
+    /// Gathers units into memory of the caller. `limit` bounds the wait for the streams when a unit
+    /// is dropped; what they may still use then is never freed.
+    pub fn set_memory(&mut self, memory: Box<dyn GatherMemory>, limit: Duration) {
+        self.memory = Some((memory, limit));
     }
 
     /// Sets the expected order: the units of one step in order of use (forward, then backward, for
@@ -467,8 +481,31 @@ impl<D: Device> Prefetcher<D> {
         let shard = (self.shard_elems[unit], self.shards.dtype(unit));
         let lease = Lease::new(&self.live, unit, elems);
         let comm_stream = &self.comm_stream;
+        let (len, dtype) = shard;
+        let memory = match &mut self.memory {
+            None => {
+                let block = self
+                    .pool
+                    .allocate(elems, dtype, Purpose::Buckets, comm_stream)?;
+                // SAFETY: every stream that uses the slice is recorded before the block is dropped:
+                // the communication stream by `gather`, the user's stream by `Unsharded`'s drop.
+                let slice = unsafe { block.slice() };
+                (UnitMemory::Pool(block), slice)
+            }
+            Some((memory, limit)) => {
+                let (slice, owner) = memory.allocate(unit, elems, dtype)?;
+                (UnitMemory::Caller(Some(owner), *limit), slice)
+            }
+        };
         let fetch = |own: OwnShard<'_>| self.shards.fetch(comm_stream, unit, own);
-        Unsharded::gather(&self.pool, &self.gather, comm_stream, shard, fetch, lease)
+        let device = self.pool.device();
+        Unsharded::gather(
+            (device, &self.gather, comm_stream),
+            memory,
+            len,
+            fetch,
+            lease,
+        )
     }
 }
 

@@ -1,13 +1,14 @@
 //! A gathered unit and its memory.
 
+use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 use std::time::Duration;
 
+use zero_alloc::Block;
 use zero_alloc::device::{
     AnySlice, DType, Device, DeviceError, DeviceKind, Element, Event, Stream,
 };
-use zero_alloc::{Block, Pool, Purpose};
 
 use super::PrefetchError;
 use super::live::Lease;
@@ -82,11 +83,38 @@ impl OwnShard<'_> {
     }
 }
 
+/// Memory of the caller for gathered units, in place of blocks of the pool: see
+/// [`Prefetcher::set_memory`](crate::Prefetcher::set_memory).
+///
+/// # Safety
+/// The slice that `allocate` returns is valid memory of the prefetcher's device, of this length and
+/// dtype, that nothing else uses until its owner is dropped.
+pub unsafe trait GatherMemory: Send {
+    /// Memory for a whole unit, and its owner. The owner is dropped when no stream uses the memory
+    /// any more, on the thread that drops or reshards the unit, which waits for them.
+    ///
+    /// # Errors
+    /// There is no memory.
+    fn allocate(
+        &mut self,
+        unit: usize,
+        elems: usize,
+        dtype: DType,
+    ) -> Result<(AnySlice, Box<dyn Any + Send + Sync>), PrefetchError>;
+}
+
+/// The memory of a gathered unit.
+pub(super) enum UnitMemory<D: Device> {
+    Pool(Block<D>),
+    /// Memory of the caller, and the limit of the wait for what uses it.
+    Caller(Option<Box<dyn Any + Send + Sync>>, Duration),
+}
+
 /// A gathered unit. Dropping it frees its memory in stream order; pass it to
 /// `PrefetchStep::reshard` so that it can be kept.
 #[must_use = "dropping it frees the gathered unit"]
 pub struct Unsharded<D: Device> {
-    block: Block<D>,
+    memory: UnitMemory<D>,
     slice: AnySlice,
     device: D,
     comm_stream: D::Stream,
@@ -110,37 +138,42 @@ impl<D: Device> fmt::Debug for Unsharded<D> {
 
 impl<D: Device> Drop for Unsharded<D> {
     fn drop(&mut self) {
-        if let Some(user) = &self.user {
-            // A stream that returns an error is closed, and uses the block no more.
-            let _closed = self.block.record_use(user);
+        match (&mut self.memory, &self.user) {
+            (UnitMemory::Pool(block), Some(user)) => {
+                // A stream that returns an error is closed, and uses the block no more.
+                let _closed = block.record_use(user);
+            }
+            (UnitMemory::Pool(_), None) => {}
+            (UnitMemory::Caller(owner, limit), user) => {
+                // The user's stream has waited for the gather.
+                let end = user.as_ref().map(|user| user.record());
+                let has_ended = match end {
+                    Some(Ok(end)) => end.synchronize(*limit).is_ok(),
+                    _ => self.gathered.synchronize(*limit).is_ok(),
+                };
+                if !has_ended {
+                    // What was not waited for may still write.
+                    std::mem::forget(owner.take());
+                }
+            }
         }
     }
 }
 
 impl<D: Device> Unsharded<D> {
-    /// Enqueues the gather of this rank's shard and those of the others on `comm_stream`, into a
-    /// block of `pool`. `shard` fills its place in the block, or returns it elsewhere; it has `len`
-    /// elements of `dtype`.
+    /// Enqueues the gather of this rank's shard and those of the others on `comm_stream`, into
+    /// `memory`, whose slice is `slice`. `shard` fills its place there, or returns it elsewhere; it
+    /// has `len` elements.
     ///
     /// # Errors
     /// The pool is out of memory, `shard` failed, or the collective was not enqueued.
     pub(super) fn gather(
-        pool: &Pool<D>,
-        gather: &Gather<D>,
-        comm_stream: &D::Stream,
-        (len, dtype): (usize, DType),
+        (device, gather, comm_stream): (&D, &Gather<D>, &D::Stream),
+        (mut memory, slice): (UnitMemory<D>, AnySlice),
+        len: usize,
         shard: impl FnOnce(OwnShard<'_>) -> Result<Option<AnySlice>, PrefetchError>,
         lease: Lease,
     ) -> Result<Self, PrefetchError> {
-        let mut block = pool.allocate(
-            len * gather.comm().world_size(),
-            dtype,
-            Purpose::Buckets,
-            comm_stream,
-        )?;
-        // SAFETY: every stream that uses the slice is recorded before the block is dropped: the
-        // communication stream below, the user's stream by `Drop`.
-        let slice = unsafe { block.slice() };
         let rank = gather.comm().rank();
         let own = slice.slice(rank * len..(rank + 1) * len);
         let place = OwnShard {
@@ -149,17 +182,22 @@ impl<D: Device> Unsharded<D> {
         };
         let enqueued = shard(place)
             .and_then(|shard| Ok(gather.enqueue(comm_stream, shard.unwrap_or(own), slice)?));
-        block.record_use(comm_stream)?;
+        if let UnitMemory::Pool(block) = &mut memory {
+            block.record_use(comm_stream)?;
+        }
+        let gathered = comm_stream.record();
+        if let (UnitMemory::Caller(owner, _), true) = (&mut memory, enqueued.is_err()) {
+            // A part of the gather may be enqueued.
+            std::mem::forget(owner.take());
+        }
         enqueued?;
-        let gathered = comm_stream.record()?;
-        let device = pool.device().clone();
-        let comm_stream = comm_stream.clone();
+        let gathered = gathered?;
 
         Ok(Self {
-            block,
+            memory,
             slice,
-            device,
-            comm_stream,
+            device: device.clone(),
+            comm_stream: comm_stream.clone(),
             gathered,
             user: None,
             lease,

@@ -9,7 +9,8 @@ use zero_alloc::Purpose;
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostDevice;
 use zero_comm::{
-    BucketOptions, Buckets, PrefetchOptions, PrefetchReport, Prefetcher, Reduce, WaitOnDrop,
+    BucketOptions, Buckets, GatherMemory, PrefetchOptions, PrefetchReport, Prefetcher, Reduce,
+    WaitOnDrop,
 };
 use zero_kernels::UpdateRule;
 use zero_shard::{Layout, ParamId, ParamPlacement, ParamSpec, UnitLayout, UnitSpec, ZeroStage};
@@ -62,6 +63,7 @@ pub struct Builder<D: Device> {
     rule: Option<Arc<dyn UpdateRule>>,
     format: StateFormat,
     offload: Option<Offload<D>>,
+    memory: Option<Box<dyn GatherMemory>>,
 }
 
 impl<D: Device> fmt::Debug for Builder<D> {
@@ -93,6 +95,7 @@ impl<D: Device> Builder<D> {
             rule: None,
             format: StateFormat::default(),
             offload: None,
+            memory: None,
         }
     }
 
@@ -203,6 +206,13 @@ impl<D: Device> Builder<D> {
         self
     }
 
+    /// Gathers units at stage 3 into memory of the framework, which its tensors can own. The units
+    /// are those of [`Zero::layout`], with its padding behind their parameters.
+    pub fn gather_memory(mut self, memory: impl GatherMemory + 'static) -> Self {
+        self.memory = Some(Box::new(memory));
+        self
+    }
+
     /// Makes the run. `init` writes the initial values of a parameter, by its full name and shape:
     /// the same on all ranks, so do not seed by rank. All ranks call it.
     ///
@@ -276,6 +286,7 @@ impl<D: Device> Builder<D> {
             rule,
             format,
             offload,
+            memory,
         } = self;
 
         let ranks = rank.comm.world_size();
@@ -338,7 +349,7 @@ impl<D: Device> Builder<D> {
         };
         let gradients = Gradients::new(&rank, &layout, sums, buckets, trained)?;
 
-        let prefetcher = stage.shards_params().then(|| {
+        let mut prefetcher = stage.shards_params().then(|| {
             Prefetcher::new(
                 rank.pool.clone(),
                 Arc::clone(&rank.comm),
@@ -348,6 +359,9 @@ impl<D: Device> Builder<D> {
                 prefetch,
             )
         });
+        if let (Some(prefetcher), Some(memory)) = (&mut prefetcher, memory) {
+            prefetcher.set_memory(memory, rank.limit);
+        }
 
         let zero = Zero {
             _wait: wait,

@@ -1,10 +1,51 @@
 //! The facade as a framework with hooks uses it: units are held between two calls, steps have no
 //! guard, gradients come one by one, come again, or not at all.
 
+use std::any::Any;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use proptest::prelude::*;
-use zero_comm::Communicator;
+use zero_alloc::device::{AnySlice, DeviceId, DeviceSlice};
+use zero_comm::{Communicator, GatherMemory, PrefetchError};
 
 use super::*;
+
+/// Gathered units in vectors, of which it counts those that live and all.
+#[derive(Clone, Default)]
+struct Vectors {
+    live: Arc<AtomicUsize>,
+    all: Arc<AtomicUsize>,
+}
+
+/// A vector, which nothing uses when it is dropped.
+struct Vector(Vec<f32>, Arc<AtomicUsize>);
+
+impl Drop for Vector {
+    fn drop(&mut self) {
+        // What uses it later reads this.
+        self.0.fill(f32::NAN);
+        self.1.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+// SAFETY: the slice is that of a vector, which its owner has and nothing else uses.
+unsafe impl GatherMemory for Vectors {
+    fn allocate(
+        &mut self,
+        _unit: usize,
+        elems: usize,
+        dtype: DType,
+    ) -> Result<(AnySlice, Box<dyn Any + Send + Sync>), PrefetchError> {
+        assert_eq!(dtype, DType::F32);
+        self.live.fetch_add(1, Ordering::Relaxed);
+        self.all.fetch_add(1, Ordering::Relaxed);
+        let mut vector = Vector(vec![f32::NAN; elems], Arc::clone(&self.live));
+        let at = vector.0.as_mut_ptr();
+        // SAFETY: as above.
+        let slice = unsafe { DeviceSlice::from_raw_parts(at, elems, DeviceId::HOST) };
+        Ok((slice.erase(), Box::new(vector)))
+    }
+}
 
 /// The step that is open.
 fn open(zero: &mut Zero<Host>) -> Step<'_, Host> {
@@ -81,18 +122,26 @@ fn hooks_train_as_closures() {
                 all_on_ranks(ranks, |comm| {
                     let place = (comm.rank(), comm.world_size());
                     let zero = builder(comm, stage).micro_batches(micro_batches);
+                    let vectors = Vectors::default();
                     let mut zero = match hooked {
                         false => zero.build(init)?,
-                        true => zero.build_from_rank_0(|name, shape, values| {
-                            assert_eq!(place.0, 0, "only rank 0 has initial values");
-                            init(name, shape, values);
-                        })?,
+                        true => zero.gather_memory(vectors.clone()).build_from_rank_0(
+                            |name, shape, values| {
+                                assert_eq!(place.0, 0, "only rank 0 has initial values");
+                                init(name, shape, values);
+                            },
+                        )?,
                     };
                     let step = if hooked { hooked_step } else { step };
                     let losses =
                         (0..steps).map(|_| Ok(step(&mut zero, place, micro_batches)?.loss()));
                     let losses = losses.collect::<Result<Vec<f64>, Error>>()?;
-                    Ok((losses, zero.gathers(), weights(&mut zero)?))
+                    let trained = (losses, zero.gathers(), weights(&mut zero)?);
+                    drop(zero);
+                    assert_eq!(vectors.live.load(Ordering::Relaxed), 0);
+                    let is_used = vectors.all.load(Ordering::Relaxed) > 0;
+                    assert_eq!(is_used, hooked && stage == ZeroStage::Three);
+                    Ok(trained)
                 })
             };
             assert_eq!(run(true), run(false), "{stage}, {ranks} ranks");
