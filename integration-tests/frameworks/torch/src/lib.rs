@@ -98,7 +98,9 @@ struct Run {
 
 impl Run {
     fn step(&mut self) -> PyResult<Step<'_, Host>> {
-        self.zero.open_step().ok_or_else(|| failed("no step is open"))
+        self.zero
+            .open_step()
+            .ok_or_else(|| failed("no step is open"))
     }
 
     /// Calls `call` with the open step, which stays open.
@@ -147,7 +149,7 @@ fn builder(
     limit: Duration,
 ) -> PyResult<Builder<Host>> {
     let config: OptimizerConfig = serde_json::from_str(optimizer).map_err(failed)?;
-    let stage = ZeroStage::from_number(stage)
+    let stage = ZeroStage::from_number(stage.into())
         .ok_or_else(|| PyValueError::new_err(format!("stage {stage}: expected 0 to 3")))?;
     let pool = Pool::new(HostDevice::new(), usize::MAX);
     let kernels = Arc::new(HostKernels::new(1).map_err(failed)?);
@@ -196,13 +198,17 @@ impl Engine {
                 rules.trainable(*is_trained).weight_decay(*decay)
             });
             let rules: Vec<GroupRules> = rules.collect();
-            let group_of = params.iter().map(|(name, _, _, group)| (name.clone(), *group));
+            let group_of = params
+                .iter()
+                .map(|(name, _, _, group)| (name.clone(), *group));
             let group_of: HashMap<String, usize> = group_of.collect();
             let unit_of = params.iter().map(|(name, unit, ..)| (&**name, &**unit));
             let unit_of: HashMap<&str, &str> = unit_of.collect();
 
             let builder = builder(comm, stage, dtypes, optimizer, micro_batches, limit)?;
-            let units = params.iter().map(|(name, unit, shape, _)| (name, unit, shape));
+            let units = params
+                .iter()
+                .map(|(name, unit, shape, _)| (name, unit, shape));
             let shapes = units.map(|(name, _, shape)| (name.clone(), shape.clone()));
             let builder = builder
                 .params(shapes, |name| unit_of[name].to_owned())
@@ -276,10 +282,11 @@ impl Engine {
         &self,
         py: Python<'_>,
         name: &str,
-        (at, elems, dtype): (usize, usize, &str),
+        place: (usize, usize, String),
         owner: Py<PyAny>,
     ) -> PyResult<()> {
-        let dtype = dtype_of(dtype)?;
+        let (at, elems, dtype) = place;
+        let dtype = dtype_of(&dtype)?;
         self.with(py, |run| {
             let at = at as *mut u8;
             // SAFETY: the tensor's memory, of these elements.

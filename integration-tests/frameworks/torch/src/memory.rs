@@ -72,7 +72,8 @@ unsafe impl GatherMemory for Storages {
             message: error.to_string(),
         })?;
         // SAFETY: as above.
-        let slice = unsafe { AnySlice::from_raw_parts(at as *mut u8, elems, dtype, DeviceId::HOST) };
+        let slice =
+            unsafe { AnySlice::from_raw_parts(at as *mut u8, elems, dtype, DeviceId::HOST) };
         Ok((slice, Box::new(storage)))
     }
 }

@@ -1,0 +1,6 @@
+"""ZeRO for any `torch.nn.Module`, by DeepSpeed's calls: `import zero_torch as deepspeed`."""
+
+from .config import ConfigError
+from .engine import Engine, initialize
+
+__all__ = ["ConfigError", "Engine", "initialize"]

@@ -1,0 +1,251 @@
+"""What programs do besides plain steps, beside plain PyTorch: torchrun --nproc-per-node N tests/features.py STAGE [NAME...]"""
+
+import sys
+import tempfile
+import traceback
+
+import torch
+import zero_torch as deepspeed
+from programs import ROWS, loss_of, make, reference, rows_of
+from torch import nn
+
+STAGE, ONLY = int(sys.argv[1]), sys.argv[2:]
+STEPS = 5
+torch.set_num_threads(1)
+
+
+def config_of(**more):
+    return {
+        "train_batch_size": ROWS,
+        "zero_optimization": {"stage": STAGE},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        **more,
+    }
+
+
+def start(model, groups=None, **more):
+    config = config_of(**more)
+    return deepspeed.initialize(model=model, model_parameters=groups(model) if groups else model.parameters(), config=config)[0]
+
+
+def own_rows(engine, rows, micro=0):
+    size = engine.train_micro_batch_size_per_gpu()
+    start = (engine.global_rank * engine.gradient_accumulation_steps() + micro) * size
+    return rows[start:start + size]
+
+
+def train(engine, loss_of=loss_of, first=0, steps=STEPS):
+    losses = []
+    for step in range(first, first + steps):
+        for micro in range(engine.gradient_accumulation_steps()):
+            engine.backward(loss_of(engine, own_rows(engine, rows_of(step), micro)))
+            engine.step()
+        losses.append(engine.loss)
+    return losses
+
+
+def close(got, want, within=1e-6):
+    worst = max(abs(a - b) / abs(b) for a, b in zip(got, want))
+    assert len(got) == len(want) and worst < within, f"{worst}: {got} {want}"
+
+
+def same_as_plain(build, groups=None, loss_of=loss_of, **more):
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    engine = start(build(), groups, **more)
+    got = train(engine, loss_of)
+    want, _ = reference(plain, STEPS, groups=groups, loss_of=loss_of)
+    engine.destroy()
+    close(got, want)
+
+
+def frozen():
+    def build():
+        model = make("llama")
+        for name, param in model.named_parameters():
+            param.requires_grad = "layers.3" in name or "layers.1.self_attn" in name or "lm_head" in name
+        return model
+
+    same_as_plain(build)
+
+
+def adapters():
+    class Lora(nn.Module):
+        def __init__(self, base, rank=4):
+            super().__init__()
+            self.base = base
+            base.weight.requires_grad = False
+            self.a = nn.Parameter(torch.randn(rank, base.in_features) * 0.02)
+            self.b = nn.Parameter(torch.zeros(base.out_features, rank))
+
+        def forward(self, x):
+            return self.base(x) + (x @ self.a.t()) @ self.b.t()
+
+    def build():
+        model = make("llama")
+        for param in model.parameters():
+            param.requires_grad = False
+        for block in model.model.layers:
+            block.self_attn.q_proj = Lora(block.self_attn.q_proj)
+        return model
+
+    same_as_plain(build)
+
+
+def unused():
+    """PyTorch leaves a parameter without a gradient as it is; the engine decays it, as DeepSpeed does."""
+
+    def build():
+        model = make("gpt2")
+        model.extra = nn.Linear(8, 8)
+        return model
+
+    same_as_plain(build)
+
+
+def groups():
+    def of(model):
+        decayed = [param for param in model.parameters() if param.dim() > 1]
+        others = [param for param in model.parameters() if param.dim() <= 1]
+        return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 2e-3}]
+
+    torch.manual_seed(0)
+    plain = make("gpt2")
+    wanted = of(plain)
+    want, _ = reference(plain, STEPS, groups=lambda _: wanted)
+    # The groups are read before the engine takes the memory of the parameters.
+    engine = start(make("gpt2"), of)
+    got = train(engine)
+    engine.destroy()
+    close(got, want)
+
+
+def shared_by_blocks():
+    def build():
+        model = make("llama")
+        model.model.layers[3].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+        return model
+
+    same_as_plain(build)
+
+
+def two_backwards():
+    def loss(model, rows):
+        if isinstance(model, deepspeed.Engine):
+            model.backward(loss_of(model, rows) * 0.5)
+            return loss_of(model, rows) * 0.5
+        return loss_of(model, rows)
+
+    same_as_plain(lambda: make("gpt2"), loss_of=loss)
+
+
+def retained_graph():
+    def loss(model, rows):
+        value = loss_of(model, rows)
+        if isinstance(model, deepspeed.Engine):
+            model.backward(value * 0.25, retain_graph=True)
+            return value * 0.75
+        return value
+
+    same_as_plain(lambda: make("gpt2"), loss_of=loss)
+
+
+def schedulers():
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=make("gpt2"), config=config_of(), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+    )
+    rates = []
+    for step in range(3):
+        engine.backward(loss_of(engine, own_rows(engine, rows_of(step))))
+        engine.step()
+        rates.append(engine._outcome[3])
+        scheduler.step()
+    engine.destroy()
+    close(rates, [1e-3, 5e-4, 1e-3 / 3], 1e-12)
+
+
+def generation():
+    engine = start(make("gpt2"))
+    train(engine, steps=2)
+    engine.eval()
+    prompt = rows_of(0)[:2, :8]
+    with torch.no_grad():
+        made = engine.module.generate(input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    state = engine.consolidated_state_dict()
+    plain = make("gpt2")
+    plain.load_state_dict(state)
+    with torch.no_grad():
+        want = plain.eval().generate(input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    engine.destroy()
+    assert torch.equal(made, want), (made, want)
+
+
+def checkpoints():
+    folder = [tempfile.mkdtemp()] if start else None
+    engine = start(make("gpt2"))
+    if engine.world_size > 1:
+        # Rank 0's folder, by a broadcast of its own.
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.broadcast_object_list(folder, 0)
+        dist.destroy_process_group()
+    whole = train(engine, steps=6)
+    engine.destroy()
+
+    engine = start(make("gpt2"))
+    first = train(engine, steps=3)
+    engine.save_checkpoint(folder[0], client_state={"next": 3})
+    engine.destroy()
+    engine = start(make("gpt2"))
+    path, state = engine.load_checkpoint(folder[0])
+    rest = train(engine, first=state["next"], steps=3)
+    engine.destroy()
+    assert first + rest == whole, (first, rest, whole)
+
+
+def errors_in_forward():
+    def loss(model, rows):
+        if isinstance(model, deepspeed.Engine):
+            try:
+                model(input_ids=rows, labels=rows[:, :3])
+            except ValueError:
+                pass
+        return loss_of(model, rows)
+
+    same_as_plain(lambda: make("gpt2"), loss_of=loss)
+
+
+def wrong_settings():
+    for config, text in [
+        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "is not train_micro_batch_size_per_gpu"),
+        ({"train_batch_size": ROWS, "zero_optimization": {"stage": 4}}, "expected 0 to 3"),
+        ({"train_batch_size": ROWS, "tensorboard": {}}, "tensorboard: this engine does not have it"),
+        ({"train_batch_size": "auto"}, '"auto"'),
+        ({"train_batch_size": ROWS, "optimizer": {"type": "Lion"}}, "Adam and AdamW"),
+    ]:
+        try:
+            deepspeed.initialize(model=make("gpt2"), config=config)
+        except deepspeed.ConfigError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"{config} was accepted")
+
+
+FEATURES = [
+    frozen, adapters, unused, groups, shared_by_blocks, two_backwards, retained_graph, schedulers, generation, checkpoints,
+    errors_in_forward, wrong_settings,
+]
+failed = []
+for feature in FEATURES:
+    if ONLY and feature.__name__ not in ONLY:
+        continue
+    try:
+        feature()
+        print(f"ok {feature.__name__}", flush=True)
+    except Exception:
+        traceback.print_exc()
+        failed.append(feature.__name__)
+        break
+sys.exit(f"failed: {failed}" if failed else 0)

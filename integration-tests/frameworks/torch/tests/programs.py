@@ -1,0 +1,62 @@
+"""Small programs, and what they compute without ZeRO."""
+
+import torch
+from torch import nn
+
+VOCABULARY, TOKENS, ROWS = 512, 32, 8
+
+
+def gpt2(**more):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=64, n_layer=4, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    return GPT2LMHeadModel(config)
+
+
+def llama(tied=False):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=128, tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "llama-tied": lambda: llama(tied=True)}
+
+
+def make(kind, checkpointing=None):
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"})
+    model.config.use_cache = False
+    return model.train()
+
+
+def rows_of(step):
+    """The rows of a step, the same on all ranks: arithmetic sequences, which can be learnt."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    start = torch.randint(0, VOCABULARY, (ROWS, 1), generator=generator)
+    stride = torch.randint(1, 5, (ROWS, 1), generator=generator)
+    return (start + stride * torch.arange(TOKENS)) % VOCABULARY
+
+
+def loss_of(model, rows):
+    return model(input_ids=rows, labels=rows).loss
+
+
+def reference(model, steps, clip=0.0, lr=1e-3, weight_decay=0.01, groups=None, loss_of=loss_of):
+    """Losses and norms of PyTorch's AdamW over whole steps."""
+    trained = groups(model) if groups else [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay)
+    losses, norms = [], []
+    for step in range(steps):
+        loss = loss_of(model, rows_of(step))
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
