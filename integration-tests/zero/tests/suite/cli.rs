@@ -283,26 +283,24 @@ fn closed_pipe_is_not_an_error() {
     }
 }
 
-/// Each process would train the whole run, and all would write the same files.
+/// A rank waits for the others of its launcher; a launcher of one process, and `--comm threads`, have
+/// none.
 #[test]
-fn torchrun_on_the_host_is_rejected() {
+fn torchrun_counts_unless_ranks_are_threads() {
     let dir = &temp();
-    let launched = |comm: &str, rank: &str, world_size: &str| {
-        dir.tiny_command(&format!("--device cpu --comm {comm}"))
-            .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")])
+    let launched = |flags: &str, rank: &str, world_size: &str| {
+        dir.tiny_command(&format!("--device cpu {flags}"))
+            .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")])
             .envs([("LOCAL_RANK", rank), ("RANK", rank)])
             .env("WORLD_SIZE", world_size)
             .output()
             .unwrap()
     };
 
-    fails(
-        &launched("auto", "1", "2"),
-        2,
-        &["torchrun", "rank 1 of 2", "--ranks 2", "--comm threads"],
-    );
-    succeeds(&launched("auto", "0", "1"));
-    succeeds(&launched("threads", "1", "2"));
+    let alone = launched("--time-limit 1", "0", "2");
+    fails(&alone, 1, &["1 of 2 ranks did not join within", ": 1"]);
+    succeeds(&launched("--comm auto", "0", "1"));
+    succeeds(&launched("--comm threads", "1", "2"));
 }
 
 #[test]
