@@ -166,7 +166,7 @@ impl Files for Path {
     }
 }
 
-/// What a program printed.
+/// The output of a program.
 pub trait Printed {
     /// Asserts that it has all `parts`.
     fn shows(&self, parts: &[&str]);

@@ -152,7 +152,7 @@ impl<D: Device> Drop for Unsharded<D> {
                     _ => self.gathered.synchronize(*limit).is_ok(),
                 };
                 if !has_ended {
-                    // What was not waited for may still write.
+                    // An operation that still runs may write to it.
                     std::mem::forget(owner.take());
                 }
             }

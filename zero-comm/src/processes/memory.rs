@@ -36,7 +36,7 @@ const ALIGN_BYTES: usize = 128;
 /// Pause between two attempts to connect.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// What a rank tells the others beside its data.
+/// The progress of a rank, which the others read.
 #[repr(C, align(128))]
 pub(super) struct Counters {
     /// Rounds whose data are written.

@@ -2,7 +2,7 @@
 //!
 //! | collective | rounds |
 //! |---|---|
-//! | reduce_scatter | each rank writes a piece of every other rank's segment, and adds those of its own in rank order |
+//! | reduce_scatter | each rank writes a piece of every other rank's segment, and adds the pieces of its own segment in rank order |
 //! | all_gather | each rank writes a piece of its segment, and copies those of the others |
 //! | all_reduce | reduce_scatter, then all_gather |
 //! | broadcast | the root writes a piece; the others copy it |
@@ -34,7 +34,7 @@ use crate::{Collective, CommError, ReduceOp};
 /// An operation that waits for its turn looks again after this time.
 const TURN: Duration = Duration::from_millis(100);
 
-/// What the operations of a communicator share.
+/// The state that the operations of a communicator share.
 pub(super) struct Link {
     memory: Arc<Memory>,
     turn: Mutex<Turn>,
@@ -451,7 +451,7 @@ fn copy(from: &[u8], to: AnySlice) {
 }
 
 /// Compares `call` with the one in the header of another rank's half, which is the error; `None` if
-/// it is none.
+/// the header has no call.
 fn compare(call: &Call, half: &[u8]) -> Result<(), Option<Call>> {
     let bytes = half
         .first_chunk()

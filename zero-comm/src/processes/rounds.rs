@@ -72,7 +72,7 @@ impl Rounds {
             halves.wait(&self.memory.counters(peer).read, self.round.wrapping_sub(1))?;
         }
         // SAFETY: every rank has read round - 2, the last one that used this half, and reads this
-        // one only when `written` tells of it; this rank's rounds are one after another.
+        // one only after `written` has its number; this rank's rounds are one after another.
         write(unsafe { self.memory.own_half(self.round as usize) });
 
         let own = self.memory.counters(rank);
@@ -138,7 +138,7 @@ fn advance(counter: &AtomicU32, to: u32) {
 }
 
 fn wake(counter: &AtomicU32) {
-    // At a valid address there is no error.
+    // Errors are those of invalid addresses.
     let _ = futex::wake(counter, futex::Flags::empty(), i32::MAX as u32);
 }
 

@@ -1,5 +1,5 @@
-//! What a world of processes is tested with, over any back end: a test program starts itself once a
-//! rank, and checks what the ranks print.
+//! Tests of a world of processes, over any back end: a test program starts itself once a rank, and
+//! checks the output of the ranks.
 
 use std::process::{Command, ExitCode};
 use std::sync::atomic::{AtomicUsize, Ordering};

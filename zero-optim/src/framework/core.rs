@@ -35,7 +35,7 @@ pub(super) struct UnitParams<D: Device> {
     pub(super) memory: Memory,
 }
 
-/// What a step without its guard has beside [`Core`].
+/// The part of an open step without its guard that is not in [`Core`].
 pub(super) struct Paused {
     pub(super) losses: Option<Losses>,
     pub(super) last_error: Option<String>,

@@ -39,7 +39,7 @@ struct UnitGrads {
     second: Vec<(usize, AnySlice, Owner)>,
     /// Something is summed in this step.
     is_begun: bool,
-    /// What is summed is a sum over ranks, too.
+    /// The sum is over ranks, too.
     is_reduced: bool,
     /// The place of the sum: the whole unit at stages 0 and 1, else this rank's shard.
     sum: AnySlice,

@@ -168,7 +168,7 @@ pub(super) struct EndOfStep {
     micro_batches: u64,
 }
 
-/// What is equal on all ranks at the end of a step, beside the losses and the order of units.
+/// Settings of a step that are equal on all ranks, like the order of units.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepSettings {
     pub(super) lr: f64,

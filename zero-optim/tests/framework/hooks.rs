@@ -22,7 +22,7 @@ struct Vector(Vec<f32>, Arc<AtomicUsize>);
 
 impl Drop for Vector {
     fn drop(&mut self) {
-        // What uses it later reads this.
+        // A later use reads these values.
         self.0.fill(f32::NAN);
         self.1.fetch_sub(1, Ordering::Relaxed);
     }

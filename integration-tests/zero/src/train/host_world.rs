@@ -47,7 +47,8 @@ pub(crate) fn choose(args: &TrainArgs) -> Result<HostWorld, CliError> {
     choose_for(args.comm, by_mpi, launched)
 }
 
-/// Chooses where MPI's variables tell of `by_mpi` processes, and a launcher's of `launched`.
+/// Chooses for `by_mpi` processes by MPI's variables, and for the ranks `launched` by those of any
+/// launcher.
 fn choose_for(
     comm: CommChoice,
     by_mpi: usize,
@@ -143,7 +144,7 @@ mod tests {
             assert!(error.contains("rank 0 of 4 on several machines"), "{error}");
         }
 
-        // A launcher of one process is none.
+        // A launcher of one process does not count.
         for alone in [None, Some(&ranks(1, Torchrun, true))] {
             assert_eq!(chosen(Auto, 1, alone), Ok(HostWorld::Threads));
             assert_eq!(chosen(Processes, 1, alone), Ok(HostWorld::Processes(None)));

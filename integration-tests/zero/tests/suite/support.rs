@@ -299,7 +299,7 @@ cores = 2
 measured = true
 ";
 
-/// Whether a process runs; a zombie has ended, and its parent has not collected its status yet.
+/// Whether a process runs; a zombie has ended, but its parent has yet to collect its status.
 pub(crate) fn is_running(pid: u32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }

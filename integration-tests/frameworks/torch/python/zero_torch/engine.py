@@ -6,9 +6,9 @@ Stage 3: a unit has one flat tensor, whose storage is empty while the unit is no
 before backward, and release it behind both. Views that autograd has saved see the values again, since they share the storage.
 """
 
-import atexit
 import ctypes
 import json
+import os
 import weakref
 
 import torch
@@ -136,9 +136,8 @@ class Engine(nn.Module):
             self._world, config.stage, config.dtype, config.reduce_dtype, config.optimizer_json(), config.micro_batches, params, groups,
             init, lambda unit, size: this()._take(unit, size), lambda unit: this() and this()._give(unit), LIMIT + 300,
         )
-        close = self._native.close
-        atexit.register(close)
-        self._finalizer = weakref.finalize(self, close)
+        # Also at the end of the interpreter.
+        self._finalizer = weakref.finalize(self, self._native.close)
 
         self._lay_out(names, frozen, group_of)
         for buffer in model.buffers():
@@ -361,13 +360,14 @@ class Engine(nn.Module):
     def load_checkpoint(self, load_dir, tag=None, **_options):
         self._between_steps("load_checkpoint")
         state, self.global_steps = self._native.resume(str(load_dir))
-        state = json.loads(state) or {}
+        state = json.loads(state) or {"client": {}, "lr": self._lr}
         self.micro_steps = self.global_steps * self._config.micro_batches
-        self._lr = state.get("lr", self._lr)
-        self._native.set_lr(self._lr)
-        for group, (scale, _, _) in zip(self.optimizer.param_groups, [(1.0, None, True)] * len(self.optimizer.param_groups)):
-            group["lr"] = self._lr * scale
-        return str(load_dir), state.get("client", {})
+        if self.lr_scheduler is None and self._lr:
+            ratio = state["lr"] / self._lr
+            for group in self.optimizer.param_groups:
+                group["lr"] *= ratio
+            self._set_lr()
+        return str(load_dir), state["client"]
 
     def _between_steps(self, call):
         if self._is_open:
@@ -391,8 +391,6 @@ class Engine(nn.Module):
         return state
 
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin"):
-        import os
-
         dtype = self._dtype if self._dtype != torch.float32 else torch.bfloat16
         state = self.consolidated_state_dict(dtype)
         if self.global_rank == 0:
