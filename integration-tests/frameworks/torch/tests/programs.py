@@ -6,7 +6,7 @@ from torch import nn
 VOCABULARY, TOKENS, ROWS = 512, 32, 8
 
 
-def gpt2(**more):
+def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=64, n_layer=4, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
@@ -23,7 +23,48 @@ def llama(tied=False):
     return LlamaForCausalLM(config)
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "llama-tied": lambda: llama(tied=True)}
+def qwen3():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, max_position_embeddings=128,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+    )
+    return BertForMaskedLM(config)
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, dropout_rate=0, decoder_start_token_id=0
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def vit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, image_size=32, patch_size=8, num_labels=10,
+        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )
+    return ViTForImageClassification(config)
+
+
+MODELS = {
+    "gpt2": gpt2, "llama": llama, "llama-tied": lambda: llama(tied=True), "qwen3": qwen3, "bert": bert, "t5": t5, "vit": vit,
+}
 
 
 def make(kind, checkpointing=None):
@@ -31,7 +72,8 @@ def make(kind, checkpointing=None):
     model = MODELS[kind]()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"})
-    model.config.use_cache = False
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
     return model.train()
 
 
@@ -45,6 +87,12 @@ def rows_of(step):
 
 def loss_of(model, rows):
     return model(input_ids=rows, labels=rows).loss
+
+
+def loss_of_pictures(model, rows):
+    """Of pictures that the rows decide."""
+    pictures = torch.sin(rows.float().repeat(1, 96).view(-1, 3, 32, 32) / 50)
+    return model(pixel_values=pictures, labels=rows[:, 0] % 10).loss
 
 
 def reference(model, steps, clip=0.0, lr=1e-3, weight_decay=0.01, groups=None, loss_of=loss_of):
