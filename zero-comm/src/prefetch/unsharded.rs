@@ -186,8 +186,9 @@ impl<D: Device> Unsharded<D> {
             block.record_use(comm_stream)?;
         }
         let gathered = comm_stream.record();
-        if let (UnitMemory::Caller(owner, _), true) = (&mut memory, enqueued.is_err()) {
-            // A part of the gather may be enqueued.
+        let has_failed = enqueued.is_err() || gathered.is_err();
+        if let (UnitMemory::Caller(owner, _), true) = (&mut memory, has_failed) {
+            // The gather may be enqueued, and nothing tells when it ends.
             std::mem::forget(owner.take());
         }
         enqueued?;

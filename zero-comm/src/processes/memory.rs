@@ -31,6 +31,8 @@ use crate::call::{Call, Group};
 
 /// Bytes of data of a half.
 pub(super) const DATA_BYTES: usize = 256 * 1024;
+/// Most ranks: each has a piece of every half.
+pub(super) const MOST_RANKS: usize = 1024;
 /// Parts start at multiples of it, so that no two ranks write to one cache line.
 const ALIGN_BYTES: usize = 128;
 /// Pause between two attempts to connect.

@@ -46,7 +46,7 @@ use crate::world::process::{self, Transport, World};
 use crate::world::watcher::Connection;
 use crate::world::{Ranks, rendezvous};
 use crate::{CommError, CommOptions, Communicator, Traffic};
-use memory::{Memory, Refused};
+use memory::{MOST_RANKS, Memory, Refused};
 use operation::{Flags, Link, Operation};
 
 /// Bytes of the random name under which the ranks meet.
@@ -144,6 +144,12 @@ impl ProcessComm {
                     "the {} ranks are on several machines, as the launcher says: use MPI or NCCL between them",
                     ranks.world_size
                 ),
+            });
+        }
+        if ranks.world_size > MOST_RANKS {
+            return Err(CommError::TooManyRanks {
+                world_size: ranks.world_size,
+                most: MOST_RANKS,
             });
         }
         let make_name = || {

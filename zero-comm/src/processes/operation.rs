@@ -2,7 +2,7 @@
 //!
 //! | collective | rounds |
 //! |---|---|
-//! | reduce_scatter | each rank writes a piece of every other rank's segment, and adds the pieces of its own segment in rank order |
+//! | reduce_scatter | each rank writes a piece of every other rank's segment, and sums those that it gets, in rank order |
 //! | all_gather | each rank writes a piece of its segment, and copies those of the others |
 //! | all_reduce | reduce_scatter, then all_gather |
 //! | broadcast | the root writes a piece; the others copy it |
@@ -201,7 +201,7 @@ impl Work<'_> {
             (Collective::Broadcast, _) => self.broadcast(*send, call.root.unwrap_or(0)),
             (Collective::AllToAll, _) => self.all_to_all(*recv),
             (Collective::Barrier | Collective::ReduceScatter | Collective::AllReduce, _) => {
-                self.round(|_| {}, |_, _| Ok(()))
+                self.round(|_| {}, |_| Ok(()))
             }
         }
     }
@@ -224,25 +224,19 @@ impl Work<'_> {
         segments.map(|segment| segment.len()).max().unwrap_or(0)
     }
 
-    /// Runs a round. `read` is called with a function that returns the data of a rank.
+    /// Runs a round: `write` fills this rank's data, `read` reads those of the others.
     fn round(
         &mut self,
         write: impl FnOnce(&mut [u8]),
-        read: impl FnOnce(&Halves<'_>, usize) -> Result<(), Failure>,
+        read: impl FnOnce(&Halves<'_>) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         let header = self.rounds.memory().header_bytes();
         let Group { rank, world_size } = self.group();
         let unsent = self.unsent.take();
-        let world_rank = |rank: usize| {
-            let counters = self.rounds.memory().counters(rank);
-            counters.world_rank.load(Ordering::Relaxed)
-        };
-        let world_ranks: Vec<usize> = match unsent {
-            Some(_) => (0..world_size).map(world_rank).collect(),
-            None => Vec::new(),
-        };
-
-        let (checked, sequence) = (self.checked, self.sequence);
+        // Only the first round has the call.
+        let compared = if unsent.is_some() { world_size } else { 0 };
+        let call = &self.checked.call;
+        let sequence = self.sequence;
         self.rounds.run(
             self.broken,
             |half| {
@@ -253,25 +247,30 @@ impl Work<'_> {
                 write(&mut half[header..]);
             },
             |halves| {
-                for (peer, &other_rank) in world_ranks.iter().enumerate().filter(|(q, _)| *q != rank) {
-                    compare(&checked.call, halves.of(peer)?).map_err(|other| {
-                        let call = Box::new(checked.call.clone());
-                        Failure::Fault(match other {
-                            Some(other) => CommError::Mismatch {
-                                sequence,
-                                rank: world_ranks[rank],
-                                call,
-                                other_rank,
-                                other_call: Box::new(other),
-                            },
-                            None => CommError::Peer {
-                                rank: other_rank,
-                                message: format!("collective {sequence}, {call}: its call is not legible: are all ranks of one version?"),
-                            },
-                        })
-                    })?;
+                for peer in (0..compared).filter(|&peer| peer != rank) {
+                    let other = match compare(call, halves.header(peer)?) {
+                        Ok(()) => continue,
+                        Err(other) => other,
+                    };
+                    // Behind the wait for the peer, which has written its rank before.
+                    let other_rank = halves.world_rank(peer);
+                    return Err(Failure::Fault(match other {
+                        Some(other) => CommError::Mismatch {
+                            sequence,
+                            rank: halves.world_rank(rank),
+                            call: Box::new(call.clone()),
+                            other_rank,
+                            other_call: Box::new(other),
+                        },
+                        None => CommError::Peer {
+                            rank: other_rank,
+                            message: format!(
+                                "collective {sequence}, {call}: sent an undecodable call"
+                            ),
+                        },
+                    }));
                 }
-                read(halves, header)
+                read(halves)
             },
         )
     }
@@ -302,18 +301,16 @@ impl Work<'_> {
                         half[peer * stride..][..bytes.len()].copy_from_slice(bytes);
                     }
                 },
-                |halves, header| {
+                |halves| {
                     let mut pieces = Vec::with_capacity(world_size);
                     for peer in 0..world_size {
                         pieces.push(match peer == rank {
                             true => host(own),
-                            false => &halves.of(peer)?[header + rank * stride..][..own.len_bytes()],
+                            false => &halves.data(peer)?[rank * stride..][..own.len_bytes()],
                         });
                     }
-                    take(
-                        at.min(segments[rank].len())..at.min(segments[rank].len()) + own.len(),
-                        &pieces,
-                    )
+                    let start = at.min(segments[rank].len());
+                    take(start..start + own.len(), &pieces)
                 },
             )?;
         }
@@ -394,10 +391,10 @@ impl Work<'_> {
                     let bytes = host(piece(&segments[rank]));
                     half[..bytes.len()].copy_from_slice(bytes);
                 },
-                |halves, header| {
+                |halves| {
                     for (peer, segment) in segments.iter().enumerate().filter(|(q, _)| *q != rank) {
                         let into = piece(segment);
-                        copy(&halves.of(peer)?[header..][..into.len_bytes()], into);
+                        copy(&halves.data(peer)?[..into.len_bytes()], into);
                     }
                     Ok(())
                 },
@@ -418,9 +415,9 @@ impl Work<'_> {
                         half[..bytes.len()].copy_from_slice(bytes);
                     }
                 },
-                |halves, header| {
+                |halves| {
                     if rank != root {
-                        copy(&halves.of(root)?[header..][..piece.len_bytes()], piece);
+                        copy(&halves.data(root)?[..piece.len_bytes()], piece);
                     }
                     Ok(())
                 },
@@ -450,13 +447,13 @@ fn copy(from: &[u8], to: AnySlice) {
     unsafe { std::slice::from_raw_parts_mut(to.as_ptr(), to.len_bytes()) }.copy_from_slice(from);
 }
 
-/// Compares `call` with the one in the header of another rank's half, which is the error; `None` if
-/// the header has no call.
-fn compare(call: &Call, half: &[u8]) -> Result<(), Option<Call>> {
-    let bytes = half
+/// Compares `call` with the one in the header of another rank, which is the error; `None` if the
+/// header has no call.
+fn compare(call: &Call, header: &[u8]) -> Result<(), Option<Call>> {
+    let bytes = header
         .first_chunk()
         .map_or(0, |len| u32::from_le_bytes(*len) as usize);
-    let theirs = half.get(4..4 + bytes).ok_or(None)?;
+    let theirs = header.get(4..4 + bytes).ok_or(None)?;
     let (theirs, _) = postcard::take_from_bytes::<Call>(theirs).map_err(|_| None)?;
     match theirs == *call {
         true => Ok(()),

@@ -92,11 +92,29 @@ pub(super) struct Halves<'a> {
 }
 
 impl<'a> Halves<'a> {
-    /// The half of `rank`, when it has been written.
+    /// The call of `rank`, when it has been written.
     ///
     /// # Errors
     /// The world has failed.
-    pub(super) fn of(&self, rank: usize) -> Result<&'a [u8], Broken> {
+    pub(super) fn header(&self, rank: usize) -> Result<&'a [u8], Broken> {
+        Ok(&self.half(rank)?[..self.rounds.memory.header_bytes()])
+    }
+
+    /// The data of `rank`, when they have been written.
+    ///
+    /// # Errors
+    /// The world has failed.
+    pub(super) fn data(&self, rank: usize) -> Result<&'a [u8], Broken> {
+        Ok(&self.half(rank)?[self.rounds.memory.header_bytes()..])
+    }
+
+    /// The number in the whole world of a rank that has written this round.
+    pub(super) fn world_rank(&self, rank: usize) -> usize {
+        let counters = self.rounds.memory.counters(rank);
+        counters.world_rank.load(Ordering::Relaxed)
+    }
+
+    fn half(&self, rank: usize) -> Result<&'a [u8], Broken> {
         let Rounds { memory, round, .. } = self.rounds;
         self.wait(&memory.counters(rank).written, round.wrapping_add(1))?;
         // SAFETY: the rank writes to this half again in round + 2, when this one has ended here.

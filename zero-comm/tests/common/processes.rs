@@ -271,9 +271,9 @@ fn check_fault(kind: &str, which: Collective, ended: &Ended, texts: Vec<&str>) {
     let count = format!(" of {OTHER_LEN} x fp32");
     let dtype = format!(" of {LEN} x u8");
     let texts = match kind {
-        "count" => vec![&count, which.name()],
-        "dtype" => vec![&dtype, which.name()],
-        "kind" | "order" => vec![another(which).name(), which.name()],
+        "count" => vec![&count, which.name(), "rank 1"],
+        "dtype" => vec![&dtype, which.name(), "rank 1"],
+        "kind" | "order" => vec![another(which).name(), which.name(), "rank 1"],
         "abort" => vec!["rank 1 aborted: on purpose"],
         "poison" | "panic" => vec!["rank 1 failed before running it", which.name()],
         _ => texts,

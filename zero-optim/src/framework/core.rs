@@ -80,6 +80,17 @@ impl<D: Device> Core<D> {
         }
     }
 
+    /// As [`Self::check`], for a call between steps.
+    pub(super) fn check_between_steps(&self, call: &str) -> Result<(), FrameworkError> {
+        self.check()?;
+        match self.in_step {
+            false => Ok(()),
+            true => Err(FrameworkError::Setting(format!(
+                "{call} within a step; call it behind Step::end"
+            ))),
+        }
+    }
+
     /// Ends the run: no step can follow, and the other ranks get `why` as their error.
     pub(super) fn fail(&mut self, why: &str) {
         if self.broken.is_none() {

@@ -167,7 +167,7 @@ impl<D: Device> Zero<D> {
     /// may go on. Or ranks differ in parameters or steps, a rank failed, or an earlier step did not
     /// end: the run has ended on all ranks.
     pub fn save(&mut self, folder: impl AsRef<Path>) -> Result<(), FrameworkError> {
-        self.core.check()?;
+        self.core.check_between_steps("Zero::save")?;
         self.core.save(folder.as_ref())
     }
 
@@ -179,7 +179,7 @@ impl<D: Device> Zero<D> {
     /// ranks have the error, and nothing has changed. If a file is damaged or a rank fails, the run
     /// has ended on all ranks.
     pub fn resume(&mut self, folder: impl AsRef<Path>) -> Result<(), FrameworkError> {
-        self.core.check()?;
+        self.core.check_between_steps("Zero::resume")?;
         let reader = self.core.open(folder.as_ref())?;
         let loaded = self.core.load(&reader);
         self.core.or_fail(loaded)

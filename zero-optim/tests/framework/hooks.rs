@@ -267,6 +267,10 @@ fn micro_batches_vary() {
             zero.begin()?.pause();
             let error = zero.set_micro_batches(2).unwrap_err();
             assert!(error.to_string().contains("open step"), "{error}");
+            for error in [zero.save("nowhere"), zero.resume("nowhere")] {
+                let error = error.unwrap_err().to_string();
+                assert!(error.contains("within a step"), "{error}");
+            }
             open(&mut zero).end_without_update()?;
             Ok(weights(&mut zero)?)
         });

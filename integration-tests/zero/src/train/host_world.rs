@@ -90,7 +90,8 @@ fn not_here(launched: Option<&Ranks>) -> CliError {
     let Some(ranks) = launched else {
         return not_built();
     };
-    let (rank, world_size) = (ranks.rank, ranks.world_size);
+    let rank = ranks.rank;
+    let world_size = ranks.world_size;
     let by = match ranks.launcher {
         Launcher::Torchrun => "torchrun (RANK, WORLD_SIZE)",
         Launcher::OpenMpi => "mpirun",
