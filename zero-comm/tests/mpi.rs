@@ -10,7 +10,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::processes::{self, Ended, FAULTS, expect};
+use common::launched::{self, Ended, FAULTS, expect};
 use common::{Comm, LIMIT, Streams, view};
 use zero_alloc::device::Stream;
 use zero_alloc::host::HostDevice;
@@ -87,8 +87,8 @@ fn run_until_cut(comm: &Comm, streams: &Streams) {
 
 fn rank_main(what: &str) -> ExitCode {
     let options = CommOptions::default().limit(match what {
-        "until-cut" => processes::FAULT_LIMIT,
-        _ => processes::limit_of(what),
+        "until-cut" => launched::FAULT_LIMIT,
+        _ => launched::limit_of(what),
     });
     let world = match what {
         "tags" => MpiWorld::init_with_tags_up_to(options, SMALL_TAG_BOUND).unwrap(),
@@ -110,7 +110,7 @@ fn rank_main(what: &str) -> ExitCode {
             ExitCode::FAILURE
         }
         what => {
-            let ended = processes::rank_main(what, &comm);
+            let ended = launched::rank_main(what, &comm);
             if what.contains('@') {
                 // Time for the other ranks to print their errors, before mpirun ends them.
                 std::thread::sleep(Duration::from_millis(500));
@@ -197,7 +197,7 @@ fn main() -> ExitCode {
     expect(ended.succeeded && conform == 3, "tags", &ended);
     println!("ok: conformance with tags up to {SMALL_TAG_BOUND}");
 
-    processes::check_all(
+    launched::check_all(
         &|n, what| launch(n, what, what.starts_with("killed")),
         &FAULTS,
         &|kind, which| match kind {

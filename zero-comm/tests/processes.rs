@@ -8,7 +8,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::processes::{self, Ended, FAULTS};
+use common::launched::{self, Ended, FAULTS};
 use common::{Comm, LIMIT};
 use zero_comm::CommOptions;
 use zero_comm::processes::ProcessComm;
@@ -16,9 +16,9 @@ use zero_comm::world::Ranks;
 
 fn rank_main(what: &str) -> ExitCode {
     let ranks = Ranks::from_env().unwrap().unwrap();
-    let options = CommOptions::default().limit(processes::limit_of(what));
+    let options = CommOptions::default().limit(launched::limit_of(what));
     let comm: Comm = Arc::new(ProcessComm::join(&ranks, options).unwrap());
-    processes::rank_main(what, &comm)
+    launched::rank_main(what, &comm)
 }
 
 /// Starts this program as `n` ranks. Ranks that still sleep when the others have ended are killed.
@@ -85,7 +85,7 @@ fn main() -> ExitCode {
     }
 
     let faults = [&FAULTS[..], &["stopped"]].concat();
-    processes::check_all(&launch, &faults, &|kind, which| match kind {
+    launched::check_all(&launch, &faults, &|kind, which| match kind {
         "stalled" | "stopped" => vec!["rank 1 did not reach it within", which.name()],
         _ => vec!["rank 1", "its process or its connection ended"],
     });

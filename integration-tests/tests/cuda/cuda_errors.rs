@@ -104,7 +104,9 @@ fn lengths_types_and_sizes_that_do_not_fit() {
 
     is_size(Attention::new(&ops, shape), 257);
     let attention = Attention::new(&ops, Shape { d: 64, ..shape }).unwrap();
-    let (out, lse, qkv) = (bf16(256), gpu.zeros(4), bf16(767));
+    let out = bf16(256);
+    let lse = gpu.zeros(4);
+    let qkv = bf16(767);
     let attended = attention.forward(&ops, stream, out, lse, qkv, Masks::default());
     is_length(attended, 768, 767);
 

@@ -144,7 +144,8 @@ fn cuda_dry_run_counts_the_work_of_a_full_run() {
     if skipped() {
         return;
     }
-    let (model, tokens) = (place::data("model"), place::data("tokens.u16.bin"));
+    let model = place::data("model");
+    let tokens = place::data("tokens.u16.bin");
     let [model, tokens] = [&model, &tokens].map(|path| path.to_str().unwrap());
 
     let sizes = [

@@ -367,7 +367,8 @@ fn cuda_ranks_replay_their_steps_with_the_same_bits() {
             let outputs = [&saves[..], &[folder, "--metrics"], more].concat();
             run(zero(dir, &[&CUDA[..], &args, &outputs].concat()));
         }
-        let (plain, graphs) = (steps(dir, "plain"), steps(dir, "graphs"));
+        let plain = steps(dir, "plain");
+        let graphs = steps(dir, "graphs");
         assert_eq!((plain.len(), graphs.len()), (6, 6));
         for (plain, graphs) in plain.iter().zip(&graphs) {
             for key in ["step", "loss", "grad_norm"] {

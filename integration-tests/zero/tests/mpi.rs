@@ -37,7 +37,8 @@ fn has_mpirun() -> bool {
 
 /// The arguments of a small run.
 fn train(ranks: usize, more: &str) -> Vec<String> {
-    let (model, tokens) = (data("model"), data("tokens.u16.bin"));
+    let model = data("model");
+    let tokens = data("tokens.u16.bin");
     let saves = match more.contains("--checkpoint ") {
         true => "",
         false => "--no-checkpoint",

@@ -99,7 +99,7 @@ fn stream(name: &str) -> HostStream {
     HostDevice::new().create_stream(name).expect("a stream")
 }
 
-/// A file in a folder of its own, with a lane and a stream.
+/// A file in a temporary folder, with a lane and a stream.
 fn lane(pages: usize, options: SwapOptions) -> (TempDir, SwapFile, SwapLane, HostStream) {
     let dir = folder();
     let file = file(dir.path(), pages, options);
@@ -107,7 +107,7 @@ fn lane(pages: usize, options: SwapOptions) -> (TempDir, SwapFile, SwapLane, Hos
     (dir, file, lane, stream("swap"))
 }
 
-/// What is written is read back.
+/// Bytes that are written are read back.
 fn assert_round_trip(lane: &SwapLane, stream: &HostStream, from: &Buffer) {
     let mut to = Buffer::new(16);
     lane.write(stream, &[(0, from.slice())]).expect("enqueued");

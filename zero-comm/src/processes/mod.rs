@@ -14,7 +14,7 @@
 //! ```
 //!
 //! A collective runs in rounds (`rounds`): each rank writes a piece to its own part of the memory
-//! (`memory`), and reads those of the others. Sums are taken in rank order by the same code as over
+//! (`shared_memory`), and reads those of the others. Sums are taken in rank order by the same code as over
 //! [`threads`](crate::threads), so both give the same bits. The collectives of a communicator run in
 //! the order of their calls, also on several streams.
 //!
@@ -26,9 +26,9 @@
 //! **Trust.** The memory is passed to processes of the same user that know a random name, which the
 //! rendezvous tells them. A process that writes to it outside of the protocol can change results.
 
-mod memory;
-mod operation;
+mod collective;
 mod rounds;
+mod shared_memory;
 
 use std::fmt;
 use std::sync::Arc;
@@ -46,8 +46,8 @@ use crate::world::process::{self, Transport, World};
 use crate::world::watcher::Connection;
 use crate::world::{Ranks, rendezvous};
 use crate::{CommError, CommOptions, Communicator, Traffic};
-use memory::{MOST_RANKS, Memory, Refused};
-use operation::{Flags, Link, Operation};
+use collective::{Flags, Link, Operation};
+use shared_memory::{MOST_RANKS, Memory, Refused};
 
 /// Bytes of the random name under which the ranks meet.
 const NAME_BYTES: usize = 16;

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use rustix::thread::futex;
 
-use super::memory::Memory;
+use super::shared_memory::Memory;
 use crate::call::Group;
 
 /// Iterations of a spin loop before a rank sleeps, about 20 microseconds.

@@ -2,8 +2,8 @@
 
 #![allow(dead_code, unreachable_pub, reason = "each test uses a part")]
 
+pub mod launched;
 pub mod model;
-pub mod processes;
 
 use std::sync::Arc;
 use std::time::Duration;

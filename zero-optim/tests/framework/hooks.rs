@@ -167,7 +167,7 @@ fn exact(seed: usize, len: u64) -> Vec<f32> {
     (0..len as usize).map(value).collect()
 }
 
-/// The weights after two steps with these gradients, each in a call of its own, or those of a
+/// The weights after two steps with these gradients, each in a separate call, or those of a
 /// parameter summed in one.
 fn trained_with(stage: ZeroStage, counts: &Counts, is_summed: bool) -> Vec<f32> {
     let mut weights = all_on_ranks(counts.len(), |comm| {

@@ -5,7 +5,7 @@
 //! torch's: gradients with the tensor as their owner, and at stage 3 the storages that units are
 //! gathered into, which torch makes and empties when a unit is used and released.
 
-mod memory;
+mod storages;
 
 use std::collections::HashMap;
 use std::fmt::Display;
@@ -26,7 +26,7 @@ use zero_optim::framework::{Builder, HeldUnit, Rank, Step, Zero};
 use zero_optim::{GroupRules, OptimizerConfig};
 use zero_shard::ZeroStage;
 
-use memory::Storages;
+use storages::{Owner, Storages};
 
 type Host = HostDevice;
 
@@ -292,7 +292,7 @@ impl Engine {
             // SAFETY: the tensor's memory, of these elements.
             let slice = unsafe { AnySlice::from_raw_parts(at, elems, dtype, DeviceId::HOST) };
             // SAFETY: torch has written it, and `owner` keeps it.
-            run.in_step(|step| unsafe { step.grad_slice(name, slice, memory::Owner::new(owner)) })
+            run.in_step(|step| unsafe { step.grad_slice(name, slice, Owner::new(owner)) })
         })
     }
 

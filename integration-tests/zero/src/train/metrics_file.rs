@@ -264,7 +264,8 @@ mod tests {
     #[test]
     fn later_lines_move_and_torn_lines_go() {
         let dir = &Folder::on_disk();
-        let (path, link) = (dir.join("m"), dir.join("link"));
+        let path = dir.join("m");
+        let link = dir.join("link");
         std::os::unix::fs::symlink("m", &link).unwrap();
         let four = lines(1..=4, "aa");
         let moved = [".2", ".3", ".4", ".5"].map(|n| format!("m.after-step-3{n}"));

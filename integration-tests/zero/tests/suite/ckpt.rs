@@ -35,7 +35,8 @@ fn import_then_export_keeps_the_model() {
     assert_eq!(before.config(), after.config());
     for param in before.config().units().iter().flat_map(|u| &u.params) {
         let numel = param.shape.iter().product::<u64>();
-        let (mut a, mut b) = (vec![0.0; numel as usize], vec![1.0; numel as usize]);
+        let mut a = vec![0.0; numel as usize];
+        let mut b = vec![1.0; numel as usize];
         before.read(&param.name, 0..numel, &mut a).unwrap();
         after.read(&param.name, 0..numel, &mut b).unwrap();
         assert_eq!(a, b, "{}", param.name);

@@ -42,7 +42,8 @@ fn kill_in_every_phase() {
     let dir = &on_disk();
     let scratch = dir.join("scratch");
     fs::create_dir(&scratch).unwrap();
-    let (metrics, saved) = (dir.join("m"), dir.join("d/latest"));
+    let metrics = dir.join("m");
+    let saved = dir.join("d/latest");
     let more = format!("{NVME} --steps 1000000 --checkpoint-every 1 --keep-last 2 --metrics m");
 
     // Steps to wait for, then milliseconds.

@@ -159,7 +159,8 @@ impl Runs for Path {
     }
 
     fn tiny_command(&self, flags: &str) -> Command {
-        let (model, tokens) = (data("model"), data("tokens.u16.bin"));
+        let model = data("model");
+        let tokens = data("tokens.u16.bin");
         let mut command = place::zero();
         command.args(tiny(&model, &tokens, &words(flags)));
         command.current_dir(self);

@@ -22,8 +22,8 @@ use half::{bf16, f16};
 use parking_lot::{Condvar, Mutex};
 use zero_alloc::device::{AnySlice, DeviceError, DeviceSlice};
 
-use super::memory::{DATA_BYTES, Memory};
 use super::rounds::{Broken, Halves, Rounds, wake_all};
+use super::shared_memory::{DATA_BYTES, Memory};
 use crate::call::{Call, Checked, Group};
 use crate::comm_dtype::CommDType;
 use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
