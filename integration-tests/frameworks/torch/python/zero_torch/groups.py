@@ -1,0 +1,73 @@
+"""Parameter groups, and the optimizer and scheduler that programs see of them."""
+
+import weakref
+
+import torch
+
+from .config import ConfigError
+
+
+class Groups:
+    """`given` as torch has them; `settings` of each as (factor of the learning rate, weight decay, trained); `of_name`: of each parameter.
+
+    The last group has the frozen parameters.
+    """
+
+    def __init__(self, model_parameters, names, config):
+        of_id = {id(param): name for name, param in names.items()}
+        given = list(names.values()) if model_parameters is None else list(model_parameters)
+        if not given or not isinstance(given[0], dict):
+            given = [{"params": given}]
+        self.given, self.settings, group_of = given, [], {}
+        for group in given:
+            lr = group.get("lr", config.lr)
+            if lr != config.lr and config.lr == 0:
+                raise ConfigError("a group has its own lr, but that of the optimizer is 0: a group's lr is a factor of it")
+            self.settings.append((lr / config.lr if config.lr else 1.0, group.get("weight_decay"), True))
+            for param in group["params"]:
+                name = of_id.get(id(param))
+                if name is None:
+                    raise ConfigError("model_parameters has a tensor that is no parameter of the model")
+                group_of[name] = len(self.settings) - 1
+        self.settings.append((1.0, None, False))
+        self._frozen = len(self.settings) - 1
+        self.of_name = {
+            name: group_of.get(name, self._frozen) if param.requires_grad else self._frozen for name, param in names.items()
+        }
+        if all(group == self._frozen for group in self.of_name.values()):
+            raise ConfigError("no parameter is trained: requires_grad is False for all that model_parameters has")
+
+    def is_trained(self, name):
+        return self.of_name[name] != self._frozen
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """The optimizer for schedulers and callbacks: the learning rate of its first group is that of the next step."""
+
+    def __init__(self, groups, config):
+        super().__init__(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
+
+    def step(self, closure=None):
+        raise RuntimeError("call engine.step(), which ends micro-batches, too")
+
+    def zero_grad(self, set_to_none=True):
+        """Nothing: the engine takes gradients as they are computed."""
+
+
+class ZeroScheduler:
+    """The schedule of the configuration, which the engine follows by itself."""
+
+    def __init__(self, engine):
+        self._engine = weakref.ref(engine)
+
+    def step(self, *args, **kwargs):
+        """Nothing: the engine's steps count."""
+
+    def get_last_lr(self):
+        return self._engine().get_lr()
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        """Nothing: checkpoints of the engine have the position."""
