@@ -41,7 +41,7 @@ pub use communicator::{Collective, Communicator, ReduceOp, Traffic};
 pub use error::CommError;
 pub use options::CommOptions;
 pub use prefetch::{
-    GatherMemory, OrderCheck, OwnShard, PlannedStep, PrefetchError, PrefetchOptions,
+    CallerMemory, OrderCheck, OwnShard, PlannedStep, PrefetchError, PrefetchOptions,
     PrefetchReport, PrefetchStep, Prefetcher, ShardSource, Unsharded, plan_step,
 };
 pub use scheduled::{ScheduledComm, ScheduledGroups};

@@ -374,15 +374,16 @@ impl<D: Device> ShardedOptimizer<D> {
         settings.push("home of the state", state.home());
         let Resolved {
             rules,
-            update_of,
             assigned,
             updates,
             // Derived from the rules.
+            launch_of: _,
             launch_rules: _,
             rates: _,
             // Of this rank's elements.
             pieces: _,
             state_elems: _,
+            settable: _,
         } = groups;
         for (nth, update) in updates.iter().enumerate() {
             push_rule(&mut settings, nth, &*update.rule);
@@ -390,10 +391,12 @@ impl<D: Device> ShardedOptimizer<D> {
         push_config(&mut settings, controller.config());
         settings.push("rules of groups", format!("{rules:?}"));
         if updates.len() > 1 {
-            for (group, update) in update_of.iter().enumerate() {
-                let Some(nth) = update else { continue };
+            for group in 0..rules.len() {
+                let Some(nth) = groups.update_of(group) else {
+                    continue;
+                };
                 let name = format!("update rule of group {group}");
-                settings.push(name, format!("{} ({nth})", updates[*nth].rule.name()));
+                settings.push(name, format!("{} ({nth})", updates[nth].rule.name()));
             }
         }
         for (name, group) in assigned {

@@ -117,6 +117,9 @@ pub struct ParamGroups {
     pub assigned: Vec<(String, usize)>,
     /// The groups that have another update rule than the optimizer, by their position in `rules`.
     pub updates: Vec<(usize, Arc<dyn UpdateRule>)>,
+    /// Whether [`ShardedOptimizer::set_group`](crate::ShardedOptimizer::set_group) may change rules:
+    /// groups with equal rules then have launches of their own.
+    pub settable: bool,
 }
 
 /// A range of a unit's elements with equal rules.
@@ -212,8 +215,10 @@ impl GroupUpdate {
 pub(crate) struct Resolved {
     /// The rules of each group.
     pub(crate) rules: Vec<GroupRules>,
-    /// The position in `updates` of the update rule of each group; `None` if it is frozen.
-    pub(crate) update_of: Vec<Option<usize>>,
+    /// The position in `launch_rules` of each group; `None` if it is frozen.
+    pub(crate) launch_of: Vec<Option<usize>>,
+    /// Whether no two groups share launch rules or rates.
+    pub(crate) settable: bool,
     /// The group of each parameter by name, if it is known.
     pub(crate) assigned: Vec<(String, usize)>,
     /// The pieces of each unit.
@@ -256,6 +261,13 @@ impl ParamGroups {
     #[must_use]
     pub fn assigned(mut self, groups: impl IntoIterator<Item = (String, usize)>) -> Self {
         self.assigned = groups.into_iter().collect();
+        self
+    }
+
+    /// Sets `settable`.
+    #[must_use]
+    pub fn settable(mut self) -> Self {
+        self.settable = true;
         self
     }
 
@@ -319,6 +331,7 @@ impl ParamGroups {
             })
         }
 
+        let is_shared = !self.settable;
         let mut distinct = Distinct {
             launch_of: Vec::new(),
             launches: Vec::new(),
@@ -333,11 +346,11 @@ impl ParamGroups {
             let rule = self.update_of(group, own);
             let rates = RateSet::new(rules, rule, config);
             let launch = LaunchRules {
-                scalars: place(&mut distinct.rates, rates, PartialEq::eq),
+                scalars: place(&mut distinct.rates, rates, |a, b| is_shared && a == b),
                 update: place(&mut distinct.updates, Arc::clone(rule), Arc::ptr_eq),
                 weight_decay: rules.weight_decay.unwrap_or(rule.weight_decay()),
             };
-            let launch = place(&mut distinct.launches, launch, PartialEq::eq);
+            let launch = place(&mut distinct.launches, launch, |a, b| is_shared && a == b);
             distinct.launch_of.push(Some(launch));
         }
         distinct
@@ -389,11 +402,12 @@ impl ParamGroups {
             .iter()
             .map(|segment| cutter.pieces_of(segment))
             .collect();
+        let state_elems = cutter.state_elems;
 
-        let update_of = |launch: &Option<usize>| launch.map(|at| distinct.launches[at].update);
         Ok(Resolved {
             rules: rules.to_vec(),
-            update_of: distinct.launch_of.iter().map(update_of).collect(),
+            launch_of: distinct.launch_of,
+            settable: self.settable,
             assigned: self.assigned.clone(),
             pieces,
             launch_rules: distinct.launches,
@@ -403,7 +417,7 @@ impl ParamGroups {
                 .map(|rule| GroupUpdate::new(rule, arrays))
                 .collect(),
             rates: distinct.rates,
-            state_elems: cutter.state_elems,
+            state_elems,
         })
     }
 }
@@ -496,6 +510,38 @@ impl Cutter<'_> {
 }
 
 impl Resolved {
+    /// The position in `updates` of the update rule of a group; `None` if it is frozen.
+    pub(crate) fn update_of(&self, group: usize) -> Option<usize> {
+        self.launch_of[group].map(|launch| self.launch_rules[launch].update)
+    }
+
+    /// Sets the rules of a group that is not frozen.
+    pub(crate) fn set(
+        &mut self,
+        group: usize,
+        lr_scale: f64,
+        weight_decay: Option<f64>,
+    ) -> Result<(), OptimError> {
+        let exists = self.settable && matches!(self.launch_of.get(group), Some(Some(_)));
+        let expected = "a trained group of settable groups";
+        OptimError::check(exists, "group", group as f64, expected)?;
+        let rules = GroupRules {
+            lr_scale,
+            weight_decay,
+            ..self.rules[group]
+        };
+        rules.check()?;
+
+        self.rules[group] = rules;
+        if let Some(launch) = self.launch_of[group] {
+            let launch = &mut self.launch_rules[launch];
+            let rule = &self.updates[launch.update].rule;
+            launch.weight_decay = weight_decay.unwrap_or(rule.weight_decay());
+            self.rates[launch.scalars].lr_scale = lr_scale;
+        }
+        Ok(())
+    }
+
     /// The trained parts of the elements `range` of a unit: elements, range of the state storage,
     /// and rules.
     pub(crate) fn trained(

@@ -33,7 +33,7 @@ use zero_kernels::{GradStats, Kernels, RankStats, StepScalars};
 
 use crate::controller::{Divisor, OptimizerConfig, Progress, StepController, StepOutcome};
 use crate::device_steps::DeviceSteps;
-use crate::groups::{Piece, Resolved};
+use crate::groups::{GroupRules, Piece, Resolved};
 use crate::pieces::{Access, Array, MasterSlice, Pieces, remainder_bytes, view};
 use crate::segments::{Segment, UnitSlices};
 use crate::{OptimError, StateFormat, StateKind};
@@ -283,6 +283,31 @@ impl<D: Device> ShardedOptimizer<D> {
     pub fn set_lr(&mut self, lr: f64) -> Result<(), OptimError> {
         self.outdate_device_steps()?;
         self.controller.set_lr(lr)
+    }
+
+    /// Sets the factor of the learning rate and the weight decay of a group for the next steps, the
+    /// same on all ranks. Not part of the progress in a checkpoint. The groups are
+    /// [settable](crate::ParamGroups::settable). Before further device steps call
+    /// [`Self::prepare_device_steps`] again.
+    ///
+    /// # Errors
+    /// There is no such group, it is frozen, a value is negative or not finite, or device steps have
+    /// unread outcomes.
+    pub fn set_group(
+        &mut self,
+        group: usize,
+        lr_scale: f64,
+        weight_decay: Option<f64>,
+    ) -> Result<(), OptimError> {
+        self.outdate_device_steps()?;
+        self.groups.set(group, lr_scale, weight_decay)?;
+        self.controller.set_rates(self.groups.rates.clone());
+        Ok(())
+    }
+
+    /// The rules of the groups.
+    pub fn group_rules(&self) -> &[GroupRules] {
+        &self.groups.rules
     }
 
     /// The loss scale for all micro-batches of the next step. Only a step or a restore changes it.

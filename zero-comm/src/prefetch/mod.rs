@@ -50,7 +50,7 @@ pub use policy::{PlannedStep, plan_step};
 pub use report::{OrderCheck, PrefetchReport};
 pub use step::PrefetchStep;
 use unsharded::UnitMemory;
-pub use unsharded::{GatherMemory, OwnShard, Unsharded};
+pub use unsharded::{CallerMemory, OwnShard, Unsharded};
 
 use crate::{CommError, Gather};
 use live::{Lease, Live};
@@ -169,7 +169,7 @@ pub struct Prefetcher<D: Device> {
     starting: bool,
     report: PrefetchReport,
     /// Memory of the caller for gathered units, and the limit of a wait for its users.
-    memory: Option<(Box<dyn GatherMemory>, Duration)>,
+    memory: Option<(Box<dyn CallerMemory>, Duration)>,
 }
 
 /// The shards of one rank that are elsewhere than in memory of the device, such as host memory or
@@ -275,7 +275,7 @@ impl<D: Device> Prefetcher<D> {
 
     /// Gathers units into memory of the caller. `limit` bounds the wait for the streams when a unit
     /// is dropped; what they may still use then is never freed.
-    pub fn set_memory(&mut self, memory: Box<dyn GatherMemory>, limit: Duration) {
+    pub fn set_memory(&mut self, memory: Box<dyn CallerMemory>, limit: Duration) {
         self.memory = Some((memory, limit));
     }
 

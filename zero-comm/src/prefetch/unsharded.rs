@@ -83,15 +83,16 @@ impl OwnShard<'_> {
     }
 }
 
-/// Memory of the caller for gathered units, in place of blocks of the pool: see
+/// Memory of the caller for what belongs to a unit, in place of blocks of the pool: see
 /// [`Prefetcher::set_memory`](crate::Prefetcher::set_memory).
 ///
 /// # Safety
-/// The slice that `allocate` returns is valid memory of the prefetcher's device, of this length and
+/// The slice that `allocate` returns is valid memory of the user's device, of this length and
 /// dtype, that nothing else uses until its owner is dropped.
-pub unsafe trait GatherMemory: Send {
-    /// Memory for a whole unit, and its owner. The owner is dropped when no stream uses the memory
-    /// any more, on the thread that drops or reshards the unit, which waits for them.
+pub unsafe trait CallerMemory: Send {
+    /// Memory for `elems` elements of a unit, and its owner, which is dropped when no stream uses the
+    /// memory any more: that of a gathered unit on the thread that drops or reshards it, which waits
+    /// for them.
     ///
     /// # Errors
     /// There is no memory.

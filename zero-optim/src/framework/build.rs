@@ -9,7 +9,7 @@ use zero_alloc::Purpose;
 use zero_alloc::device::{DType, Device, Stream};
 use zero_alloc::host::HostDevice;
 use zero_comm::{
-    BucketOptions, Buckets, GatherMemory, PrefetchOptions, PrefetchReport, Prefetcher, Reduce,
+    BucketOptions, Buckets, CallerMemory, PrefetchOptions, PrefetchReport, Prefetcher, Reduce,
     WaitOnDrop,
 };
 use zero_kernels::UpdateRule;
@@ -63,7 +63,9 @@ pub struct Builder<D: Device> {
     rule: Option<Arc<dyn UpdateRule>>,
     format: StateFormat,
     offload: Option<Offload<D>>,
-    memory: Option<Box<dyn GatherMemory>>,
+    gather_memory: Option<Box<dyn CallerMemory>>,
+    gradient_memory: Option<Box<dyn CallerMemory>>,
+    waiting_units: usize,
 }
 
 impl<D: Device> fmt::Debug for Builder<D> {
@@ -95,7 +97,9 @@ impl<D: Device> Builder<D> {
             rule: None,
             format: StateFormat::default(),
             offload: None,
-            memory: None,
+            gather_memory: None,
+            gradient_memory: None,
+            waiting_units: usize::MAX,
         }
     }
 
@@ -208,8 +212,23 @@ impl<D: Device> Builder<D> {
 
     /// Gathers units at stage 3 into memory of the framework, which its tensors can own. The units
     /// are those of [`Zero::layout`], with its padding behind their parameters.
-    pub fn gather_memory(mut self, memory: impl GatherMemory + 'static) -> Self {
-        self.memory = Some(Box::new(memory));
+    pub fn gather_memory(mut self, memory: impl CallerMemory + 'static) -> Self {
+        self.gather_memory = Some(Box::new(memory));
+        self
+    }
+
+    /// Sums gradients, in fp32, in memory of the framework, which has it back between an update and
+    /// the next backward. By default it is the pool's, where gathers can use it meanwhile.
+    pub fn gradient_memory(mut self, memory: impl CallerMemory + 'static) -> Self {
+        self.gradient_memory = Some(Box::new(memory));
+        self
+    }
+
+    /// Makes the call with the last gradient of a unit wait while those of more than `units` units
+    /// are not packed, so that a backward that is faster than its reductions does not pile up
+    /// gradients. On a device it is the host that waits. Default: no bound.
+    pub fn waiting_units(mut self, units: usize) -> Self {
+        self.waiting_units = units;
         self
     }
 
@@ -286,7 +305,9 @@ impl<D: Device> Builder<D> {
             rule,
             format,
             offload,
-            memory,
+            gather_memory,
+            gradient_memory,
+            waiting_units,
         } = self;
 
         let ranks = rank.comm.world_size();
@@ -346,8 +367,9 @@ impl<D: Device> Builder<D> {
             stage,
             micro_batches,
             adds: adds_gradients,
+            waiting_units,
         };
-        let gradients = Gradients::new(&rank, &layout, sums, buckets, trained)?;
+        let gradients = Gradients::new(&layout, sums, buckets, gradient_memory, trained);
 
         let mut prefetcher = stage.shards_params().then(|| {
             Prefetcher::new(
@@ -359,7 +381,7 @@ impl<D: Device> Builder<D> {
                 prefetch,
             )
         });
-        if let (Some(prefetcher), Some(memory)) = (&mut prefetcher, memory) {
+        if let (Some(prefetcher), Some(memory)) = (&mut prefetcher, gather_memory) {
             prefetcher.set_memory(memory, rank.limit);
         }
 
@@ -445,7 +467,9 @@ impl Groups {
         };
         let params = layout.params();
         let assigned = params.map(|(id, placed)| (placed.name.clone(), self.of(id)));
-        Ok(ParamGroups::new(self.rules.clone(), runs).assigned(assigned))
+        Ok(ParamGroups::new(self.rules.clone(), runs)
+            .assigned(assigned)
+            .settable())
     }
 }
 

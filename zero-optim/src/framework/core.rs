@@ -41,6 +41,9 @@ pub(super) struct Paused {
     pub(super) last_error: Option<String>,
 }
 
+/// Elements of initial values that travel at a time.
+const BROADCAST_ELEMS: usize = 1 << 20;
+
 /// The key of the framework's part in the checkpoint's trainer document.
 const STATE: &str = "framework";
 
@@ -125,6 +128,7 @@ impl<D: Device> Core<D> {
     ) -> Result<Vec<EndOfStep>, FrameworkError> {
         let step = StepSettings {
             lr: self.optim.config().lr,
+            groups: self.optim.group_rules(),
             micro_batches: self.micro_batches,
         };
         let uses = self.gradients.uses();
@@ -173,25 +177,33 @@ impl<D: Device> Core<D> {
                 0 => self.initial_values(index, init),
                 _ => vec![0.0; elems],
             };
-            let Rank {
-                pool,
-                compute,
-                limit,
-                comm,
-                ..
-            } = &self.rank;
-            let block = pool.allocate(elems, DType::F32, Purpose::Workspace, compute)?;
-            // SAFETY: only the compute stream uses it, which the block was allocated for.
-            let sent = unsafe { block.slice() };
-            let bytes = bytemuck::cast_slice_mut(&mut values);
-            if comm.rank() == 0 {
-                pool.device().upload(compute, bytes, sent, *limit)?;
+            // In pieces: what the pool has reserved stays reserved.
+            for piece in values.chunks_mut(BROADCAST_ELEMS) {
+                self.broadcast(piece)?;
             }
-            comm.broadcast(compute, sent, 0)?;
-            pool.device().download(compute, sent, bytes, *limit)?;
             self.write_unit(index, &values)?;
         }
         Ok(())
+    }
+
+    /// Replaces `values` by those of rank 0.
+    fn broadcast(&self, values: &mut [f32]) -> Result<(), FrameworkError> {
+        let Rank {
+            pool,
+            compute,
+            limit,
+            comm,
+            ..
+        } = &self.rank;
+        let block = pool.allocate(values.len(), DType::F32, Purpose::Workspace, compute)?;
+        // SAFETY: only the compute stream uses it, which the block was allocated for.
+        let sent = unsafe { block.slice() };
+        let bytes = bytemuck::cast_slice_mut(values);
+        if comm.rank() == 0 {
+            pool.device().upload(compute, bytes, sent, *limit)?;
+        }
+        comm.broadcast(compute, sent, 0)?;
+        Ok(pool.device().download(compute, sent, bytes, *limit)?)
     }
 
     fn initial_values(
@@ -448,6 +460,7 @@ impl<D: Device> Core<D> {
             })
             .collect();
         let outcome = self.optim.step(compute, &units, gathered, *limit)?;
+        self.gradients.end_update(&self.rank)?;
 
         if !outcome.is_skipped() {
             self.gather()?;

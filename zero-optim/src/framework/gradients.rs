@@ -7,12 +7,13 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
+use std::ptr::null_mut;
 use std::sync::{Arc, Mutex};
 
+use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, DType, Device, DeviceId, DeviceSlice, Element, Event};
 use zero_alloc::device::{DeviceKind, Reduced, Stream};
-use zero_alloc::{Block, Purpose};
-use zero_comm::{Buckets, SumInto};
+use zero_comm::{Buckets, CallerMemory, SumInto};
 use zero_kernels::Segments;
 use zero_shard::{Layout, UnitLayout, ZeroStage};
 
@@ -41,8 +42,10 @@ struct UnitGrads {
     is_begun: bool,
     /// The sum is over ranks, too.
     is_reduced: bool,
-    /// The place of the sum: the whole unit at stages 0 and 1, else this rank's shard.
-    sum: AnySlice,
+    /// The elements of the sum: the whole unit at stages 0 and 1, else this rank's shard.
+    sum_elems: usize,
+    /// The memory of the sum, from the first gradient of a step to its update.
+    sum: Option<(AnySlice, Owner)>,
 }
 
 impl UnitGrads {
@@ -59,6 +62,8 @@ pub(super) struct SumOptions {
     pub(super) micro_batches: usize,
     /// Whether a second gradient in a micro-batch adds to the first.
     pub(super) adds: bool,
+    /// The units whose gradients may wait to be packed while the next ones are computed.
+    pub(super) waiting_units: usize,
 }
 
 /// The gradients of all units.
@@ -71,39 +76,33 @@ pub(super) struct Gradients<D: Device> {
     buckets: Buckets<D>,
     failure: Option<String>,
     uses: Uses,
-    /// Owners of packed gradients, until the event.
+    /// Of the caller, for sums.
+    memory: Option<Box<dyn CallerMemory>>,
+    /// Owners of packed gradients, and of the sums of an update, until the event.
     packed: VecDeque<(D::Event, Vec<Owner>)>,
     /// Owners of gradients whose sum failed, until the streams have ended.
     unpacked: Vec<Owner>,
-    _memory: Vec<Block<D>>,
 }
 
 impl<D: Device> Gradients<D> {
-    /// Allocates the sums of `layout`. `trained` says which parameters take part in the training.
+    /// The gradients of `layout`, whose sums are in `memory` or in blocks of the pool. `trained` says
+    /// which parameters take part in the training.
     pub(super) fn new(
-        rank: &Rank<D>,
         layout: &Layout,
         options: SumOptions,
         buckets: Buckets<D>,
+        memory: Option<Box<dyn CallerMemory>>,
         trained: impl Fn(usize, usize) -> bool,
-    ) -> Result<Self, FrameworkError> {
-        let mut memory = Vec::new();
-        let mut units = Vec::new();
-        for (index, unit) in layout.units().iter().enumerate() {
+    ) -> Self {
+        let unit = |(index, unit): (usize, &UnitLayout)| {
+            let trained: Vec<bool> = (0..unit.params.len())
+                .map(|param| trained(index, param))
+                .collect();
             let elems = match options.stage.shards_grads() {
                 true => unit.shard_elems,
                 false => unit.padded_elems,
             };
-            let trained: Vec<bool> = (0..unit.params.len())
-                .map(|param| trained(index, param))
-                .collect();
-            let is_frozen = !trained.contains(&true);
-            let elems = if is_frozen { 0 } else { elems as usize };
-
-            let block = rank
-                .pool
-                .allocate(elems, DType::F32, Purpose::Grads, &rank.compute)?;
-            units.push(UnitGrads {
+            UnitGrads {
                 arrived: vec![false; trained.len()],
                 trained,
                 parts: Vec::new(),
@@ -111,14 +110,13 @@ impl<D: Device> Gradients<D> {
                 second: Vec::new(),
                 is_begun: false,
                 is_reduced: false,
-                // SAFETY: the block lives as long as the unit; before both are dropped, the streams
-                // that use it have ended, since `Zero` waits for them.
-                sum: unsafe { block.slice() },
-            });
-            memory.push(block);
-        }
+                sum_elems: elems as usize,
+                sum: None,
+            }
+        };
+        let units: Vec<UnitGrads> = layout.units().iter().enumerate().map(unit).collect();
 
-        Ok(Self {
+        Self {
             options,
             micro: 0,
             sums: units.iter().map(|_| None).collect(),
@@ -126,10 +124,10 @@ impl<D: Device> Gradients<D> {
             buckets,
             failure: None,
             uses: Uses::default(),
+            memory,
             packed: VecDeque::new(),
             unpacked: Vec::new(),
-            _memory: memory,
-        })
+        }
     }
 
     /// Sets the settings of the run, which the ranks compare by their fingerprint.
@@ -232,11 +230,58 @@ impl<D: Device> Gradients<D> {
                 return Err(error);
             }
         }
-        while let Some((event, _)) = self.packed.front()
-            && event.is_done()?
+        while let Some((packed, _)) = self.packed.front()
+            && self.packed.len() > self.options.waiting_units
+        {
+            packed.synchronize(rank.limit)?;
+            self.packed.pop_front();
+        }
+        self.free()
+    }
+
+    /// Drops the owners of memory that the streams have used.
+    pub(super) fn free(&mut self) -> Result<(), FrameworkError> {
+        while let Some((packed, _)) = self.packed.front()
+            && packed.is_done()?
         {
             self.packed.pop_front();
         }
+        Ok(())
+    }
+
+    /// The place of a unit's sum.
+    fn sum_of(&mut self, rank: &Rank<D>, index: usize) -> Result<AnySlice, FrameworkError> {
+        let grads = &mut self.units[index];
+        if let Some((sum, _)) = grads.sum {
+            return Ok(sum);
+        }
+        let elems = grads.sum_elems;
+        let (sum, owner): (_, Owner) = match &mut self.memory {
+            Some(memory) => {
+                let (sum, owner) = memory.allocate(index, elems, DType::F32)?;
+                (sum, owner)
+            }
+            None => {
+                let Rank { pool, compute, .. } = rank;
+                let block = pool.allocate(elems, DType::F32, Purpose::Grads, compute)?;
+                // SAFETY: the block is the owner, which is dropped behind an event after the last
+                // use; the compute stream, which it was allocated for, is ahead of all uses.
+                (unsafe { block.slice() }, Box::new(block))
+            }
+        };
+        grads.sum = Some((sum, owner));
+        Ok(sum)
+    }
+
+    /// Frees the sums behind the update that is enqueued.
+    pub(super) fn end_update(&mut self, rank: &Rank<D>) -> Result<(), FrameworkError> {
+        let compute = &rank.compute;
+        for sum in self.sums.iter_mut().filter_map(Option::take) {
+            sum.wait_for_readers(compute)?;
+        }
+        let owners = self.units.iter_mut().filter_map(|unit| unit.sum.take());
+        let owners: Vec<Owner> = owners.map(|(_, owner)| owner).collect();
+        self.packed.push_back((compute.record()?, owners));
         Ok(())
     }
 
@@ -256,7 +301,7 @@ impl<D: Device> Gradients<D> {
         } = self.options;
         let is_last = self.micro + 1 == micro_batches;
         let earlier = self.sums[index].take();
-        let sum = self.units[index].sum;
+        let sum = self.sum_of(rank, index)?;
         let is_reduced = std::mem::replace(
             &mut self.units[index].is_reduced,
             stage.shards_grads() || is_last,
@@ -271,14 +316,14 @@ impl<D: Device> Gradients<D> {
         } else if is_last && is_first {
             Some(self.reduce_whole(rank, parts, sum)?)
         } else {
-            self.sum_on_rank(rank, (sum, earlier), parts, is_first)?;
+            self.sum_on_rank(rank, sum, parts, is_first)?;
             match is_last {
                 false => None,
                 // The sum of one rank's micro-batches.
                 true if rank.comm.world_size() == 1 => {
                     let done = rank.compute.record()?;
-                    // SAFETY: only the compute stream writes the sum, before the event; the next
-                    // step's writes wait for its readers.
+                    // SAFETY: only the compute stream writes the sum, before the event; its memory is
+                    // freed behind its readers.
                     Some(unsafe { Reduced::new(sum, done) })
                 }
                 true => Some(self.reduce_whole(rank, &[(sum, 0)], sum)?),
@@ -292,11 +337,11 @@ impl<D: Device> Gradients<D> {
         Ok(())
     }
 
-    /// Adds `parts` to this rank's sum over micro-batches, or replaces that of the last step.
+    /// Adds `parts` to this rank's sum over micro-batches, or begins it.
     fn sum_on_rank(
         &self,
         rank: &Rank<D>,
-        (sum, earlier): (AnySlice, Option<Reduced<D>>),
+        sum: AnySlice,
         parts: &[(AnySlice, usize)],
         is_first: bool,
     ) -> Result<(), FrameworkError> {
@@ -309,10 +354,6 @@ impl<D: Device> Gradients<D> {
                 kernels.accumulate(compute, *part, acc)?;
             }
             return Ok(());
-        }
-        if let Some(earlier) = earlier {
-            earlier.wait_on(compute)?;
-            earlier.wait_for_readers(compute)?;
         }
         let whole = Segments {
             start: 0,
@@ -453,11 +494,14 @@ impl<D: Device> Gradients<D> {
 
     /// Gives frozen units, which have no gradients, an empty sum.
     pub(super) fn complete_sums(&mut self, rank: &Rank<D>) -> Result<(), FrameworkError> {
-        for (unit, sum) in self.units.iter().zip(&mut self.sums) {
+        let id = rank.pool.device().id();
+        for sum in &mut self.sums {
             if sum.is_none() {
                 let done = rank.compute.record()?;
-                // SAFETY: an empty slice, to which nothing is written.
-                *sum = Some(unsafe { Reduced::new(unit.sum.slice(0..0), done) });
+                // SAFETY: no elements.
+                let none = unsafe { AnySlice::from_raw_parts(null_mut(), 0, DType::F32, id) };
+                // SAFETY: nothing is written to it.
+                *sum = Some(unsafe { Reduced::new(none, done) });
             }
         }
         Ok(())

@@ -8,6 +8,7 @@ use std::fmt::Display;
 use zero_kernels::RankStats;
 use zero_shard::Layout;
 
+use crate::GroupRules;
 use crate::{AgreementError, RankSettings, agree};
 
 use super::FrameworkError;
@@ -165,18 +166,31 @@ pub(super) struct EndOfStep {
     run: u64,
     order: u64,
     lr: u64,
+    groups: u64,
     micro_batches: u64,
+}
+
+/// Adds a number to a hash.
+const fn hashed(hash: u64, number: u64) -> u64 {
+    const PRIME: u64 = 0x0100_0000_01b3; // of FNV-1a
+    (hash ^ number).wrapping_mul(PRIME)
 }
 
 /// Settings of a step that are equal on all ranks, like the order of units.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct StepSettings {
+pub(super) struct StepSettings<'a> {
     pub(super) lr: f64,
+    pub(super) groups: &'a [GroupRules],
     pub(super) micro_batches: usize,
 }
 
 impl EndOfStep {
-    pub(super) fn new(stats: RankStats, losses: Losses, step: StepSettings, uses: &Uses) -> Self {
+    pub(super) fn new(
+        stats: RankStats,
+        losses: Losses,
+        step: StepSettings<'_>,
+        uses: &Uses,
+    ) -> Self {
         let (weight, is_weighted) = match losses {
             Losses::Means(_) => (0.0, 0),
             Losses::Sums { weight, .. } => (weight, 1),
@@ -188,6 +202,10 @@ impl EndOfStep {
             run: uses.run,
             order: uses.hash,
             lr: step.lr.to_bits(),
+            groups: step.groups.iter().fold(0, |all, rules| {
+                let decay = rules.weight_decay.map_or(u64::MAX, f64::to_bits);
+                hashed(hashed(all, rules.lr_scale.to_bits()), decay)
+            }),
             micro_batches: step.micro_batches as u64,
         }
     }
@@ -219,12 +237,14 @@ impl EndOfStep {
                 run,
                 order,
                 lr,
+                groups,
                 micro_batches,
             } = *other;
             is_weighted == first.is_weighted
                 && run == first.run
                 && order == first.order
                 && lr == first.lr
+                && groups == first.groups
                 && micro_batches == first.micro_batches
         })
     }
@@ -261,9 +281,8 @@ impl Uses {
     }
 
     pub(super) fn push(&mut self, used: Use) {
-        const PRIME: u64 = 0x0100_0000_01b3; // of FNV-1a
         let number = 2 * used.unit as u64 + u64::from(used.is_gather) + 1;
-        self.hash = (self.hash ^ number).wrapping_mul(PRIME);
+        self.hash = hashed(self.hash, number);
         self.of_step.push(used);
     }
 
@@ -277,13 +296,20 @@ impl Uses {
 /// The values that are equal on all ranks at the end of a step, in words.
 pub(super) fn of_step(
     losses: Losses,
-    step: StepSettings,
+    step: StepSettings<'_>,
     uses: &Uses,
     layout: &Layout,
 ) -> RankSettings {
     let mut settings = RankSettings::new();
     settings.push("the kind of losses", losses.name());
     settings.push("the learning rate", step.lr);
+    for (group, rules) in step.groups.iter().enumerate() {
+        let rates = format!("{} and {:?}", rules.lr_scale, rules.weight_decay);
+        settings.push(
+            format!("learning rate's factor and weight decay of group {group}"),
+            rates,
+        );
+    }
     settings.push("the number of micro-batches", step.micro_batches);
     for (at, used) in uses.of_step.iter().enumerate() {
         let unit = &layout.units()[used.unit].name;

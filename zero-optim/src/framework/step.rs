@@ -350,7 +350,9 @@ impl<D: Device> Step<'_, D> {
     fn call_params(&mut self, index: usize) -> Result<CallParams<D>, FrameworkError> {
         let core = &mut *self.core;
         let Some(gathers) = &mut self.gathers else {
-            let ready = core.wait_for_params(index);
+            let ready = core
+                .wait_for_params(index)
+                .and_then(|()| core.gradients.free());
             core.or_fail(ready)?;
             let unit = &core.params[index];
             return Ok(CallParams::Whole(unit.held, Arc::clone(&unit.memory)));
@@ -364,6 +366,7 @@ impl<D: Device> Step<'_, D> {
             if is_host {
                 unit.synchronize(limit)?;
             }
+            core.gradients.free()?;
             Ok(CallParams::Gathered(Arc::new(unit)))
         });
         core.or_fail(gathered)

@@ -75,7 +75,8 @@ impl<D: Device> Zero<D> {
         core.check()?;
         if core.has_views {
             let ready = (0..core.params.len()).try_for_each(|unit| core.wait_for_params(unit));
-            core.or_fail(ready)?;
+            let freed = ready.and_then(|()| core.gradients.free());
+            core.or_fail(freed)?;
         }
         let gathers = match prefetcher {
             None => None,
@@ -214,6 +215,21 @@ impl<D: Device> Zero<D> {
     /// The rate is negative or not finite.
     pub fn set_lr(&mut self, lr: f64) -> Result<(), FrameworkError> {
         Ok(self.core.optim.set_lr(lr)?)
+    }
+
+    /// Sets the factor of the learning rate and the weight decay (`None`: the optimizer's) of a
+    /// parameter group for the next steps, the same on all ranks: they compare it at the end of a
+    /// step. Not part of a checkpoint.
+    ///
+    /// # Errors
+    /// There is no such group, it is frozen, or a value is negative or not finite.
+    pub fn set_group(
+        &mut self,
+        group: usize,
+        lr_scale: f64,
+        weight_decay: Option<f64>,
+    ) -> Result<(), FrameworkError> {
+        Ok(self.core.optim.set_group(group, lr_scale, weight_decay)?)
     }
 
     /// Sets the number of micro-batches of the next steps, such as fewer at the end of an epoch: the

@@ -140,6 +140,7 @@ cases! {
         Weighted,
         Mixed,
         LearningRate,
+        GroupDecay,
         /// Other calls, where the others save.
         TrainsInstead,
         ValidatesInstead,
@@ -166,6 +167,7 @@ impl Deviation {
             Weighted => "the kind of losses is ",
             Mixed => "a loss with a weight beside one without",
             LearningRate => "the learning rate is ",
+            GroupDecay => "learning rate's factor and weight decay of group 0 is ",
             // A collective of gradients, or the first gather, comes before.
             TrainsInstead => "collective",
             ValidatesInstead if stage == ZeroStage::Three => "collective",
@@ -315,6 +317,7 @@ fn deviating(
 
     match own {
         Some(LearningRate) => zero.set_lr(0.02)?,
+        Some(GroupDecay) => zero.set_group(0, 1.0, Some(0.5))?,
         Some(ValidatesInstead) => return zero.begin()?.end_validation(1.0).map(drop),
         Some(ResumesInstead) => return zero.resume(run),
         Some(TrainsInstead) => return plain_step(&mut zero, micro_batches, (is_weighted, None)),

@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use proptest::prelude::*;
 use zero_alloc::device::{AnySlice, DeviceId, DeviceSlice};
-use zero_comm::{Communicator, GatherMemory, PrefetchError};
+use zero_comm::{CallerMemory, Communicator, PrefetchError};
 
 use super::*;
 
-/// Gathered units in vectors, of which it counts those that live and all.
+/// Gathered units, or sums, in vectors, of which it counts those that live and all.
 #[derive(Clone, Default)]
 struct Vectors {
     live: Arc<AtomicUsize>,
@@ -29,7 +29,7 @@ impl Drop for Vector {
 }
 
 // SAFETY: the slice is that of a vector, which its owner has and nothing else uses.
-unsafe impl GatherMemory for Vectors {
+unsafe impl CallerMemory for Vectors {
     fn allocate(
         &mut self,
         _unit: usize,
@@ -122,24 +122,29 @@ fn hooks_train_as_closures() {
                 all_on_ranks(ranks, |comm| {
                     let place = (comm.rank(), comm.world_size());
                     let zero = builder(comm, stage).micro_batches(micro_batches);
-                    let vectors = Vectors::default();
+                    let (units, sums) = (Vectors::default(), Vectors::default());
                     let mut zero = match hooked {
                         false => zero.build(init)?,
-                        true => zero.gather_memory(vectors.clone()).build_from_rank_0(
-                            |name, shape, values| {
+                        true => zero
+                            .gather_memory(units.clone())
+                            .gradient_memory(sums.clone())
+                            .waiting_units(0)
+                            .build_from_rank_0(|name, shape, values| {
                                 assert_eq!(place.0, 0, "only rank 0 has initial values");
                                 init(name, shape, values);
-                            },
-                        )?,
+                            })?,
                     };
                     let step = if hooked { hooked_step } else { step };
                     let losses =
                         (0..steps).map(|_| Ok(step(&mut zero, place, micro_batches)?.loss()));
                     let losses = losses.collect::<Result<Vec<f64>, Error>>()?;
                     let trained = (losses, zero.gathers(), weights(&mut zero)?);
+                    // The framework has it back between the steps.
+                    assert_eq!(sums.live.load(Ordering::Relaxed), 0);
+                    assert_eq!(sums.all.load(Ordering::Relaxed) > 0, hooked);
                     drop(zero);
-                    assert_eq!(vectors.live.load(Ordering::Relaxed), 0);
-                    let is_used = vectors.all.load(Ordering::Relaxed) > 0;
+                    assert_eq!(units.live.load(Ordering::Relaxed), 0);
+                    let is_used = units.all.load(Ordering::Relaxed) > 0;
                     assert_eq!(is_used, hooked && stage == ZeroStage::Three);
                     Ok(trained)
                 })
@@ -248,6 +253,62 @@ proptest! {
     fn gradients_add_up(counts in counts(), stage in 0..4usize) {
         let stage = ZeroStage::ALL[stage];
         prop_assert_eq!(trained_with(stage, &counts, false), trained_with(stage, &counts, true));
+    }
+}
+
+/// Trains with other rules of groups in each step: set in one run, or each in a run of its own that
+/// resumes the last.
+fn trained_with_rules(stage: ZeroStage, is_set: bool) -> Vec<f32> {
+    let dir = tempfile::tempdir().unwrap();
+    let steps = [
+        [(1.0, None), (1.0, None)],
+        [(0.5, Some(0.1)), (2.0, None)],
+        [(0.0, None), (1.0, Some(0.0))],
+    ];
+    let rules = |step: usize| {
+        steps[step]
+            .map(|(lr_scale, decay)| GroupRules::default().lr_scale(lr_scale).weight_decay(decay))
+    };
+    let group_of = |name: &str| match name.ends_with(".w") {
+        true => 0,
+        false => 1 + usize::from(name == "d.e"),
+    };
+    let build = |comm, step| {
+        let mut groups = rules(step).to_vec();
+        groups.push(GroupRules::frozen());
+        builder(comm, stage).groups(groups, group_of).build(init)
+    };
+    let mut weights_of = Vec::new();
+    for first in 0..if is_set { 1 } else { steps.len() } {
+        weights_of = all_on_ranks(2, |comm| {
+            let place = (comm.rank(), comm.world_size());
+            let mut zero = build(comm, first)?;
+            if first > 0 {
+                zero.resume(dir.path())?;
+            }
+            for at in first..if is_set { steps.len() } else { first + 1 } {
+                for (group, rules) in rules(at).iter().enumerate() {
+                    zero.set_group(group, rules.lr_scale, rules.weight_decay)?;
+                }
+                step(&mut zero, place, 1)?;
+            }
+            for (group, lr_scale) in [(0, -1.0), (2, 1.0), (3, 1.0)] {
+                zero.set_group(group, lr_scale, None).unwrap_err();
+            }
+            zero.save(dir.path())?;
+            Ok(weights(&mut zero)?)
+        });
+    }
+    weights_of.swap_remove(0)
+}
+
+/// Groups of equal rules at the start are set apart.
+#[test]
+#[cfg_attr(miri, ignore = "files under Miri")]
+fn rules_of_groups_vary() {
+    for stage in ZeroStage::ALL {
+        let set = trained_with_rules(stage, true);
+        assert_eq!(set, trained_with_rules(stage, false), "{stage}");
     }
 }
 

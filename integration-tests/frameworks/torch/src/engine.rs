@@ -16,9 +16,12 @@ use zero_optim::framework::{Builder, FrameworkError, HeldUnit, Rank, Step, Zero}
 use zero_optim::{GroupRules, OptimizerConfig};
 use zero_shard::ZeroStage;
 
-use crate::storages::{Owner, Storages};
+use crate::storages::{Owner, Storages, Tensors};
 use crate::world::World;
 use crate::{Host, failed};
+
+/// Elements of a bucket: shared memory moves far fewer at a time.
+const BUCKET_ELEMS: usize = 1 << 18;
 
 fn dtype_of(name: &str) -> PyResult<DType> {
     match name {
@@ -100,6 +103,8 @@ fn builder(
         .adamw(config)
         .micro_batches(micro_batches)
         .prefetch(PrefetchOptions::default())
+        .bucket_elems(BUCKET_ELEMS)
+        .waiting_units(0)
         .add_gradients();
     Ok(match dtypes.1 {
         Some(dtype) => builder.reduce_dtype(dtype),
@@ -111,7 +116,7 @@ fn builder(
 impl Engine {
     /// `init(name, address, elements)` writes the initial values of a parameter in fp32, on rank 0.
     /// `take(unit, bytes)` returns the address of memory for a gathered unit, `give(unit)` takes it
-    /// back; both only at stage 3.
+    /// back; both only at stage 3. `allocate(bytes)` returns a tensor and its address.
     #[new]
     #[allow(clippy::too_many_arguments, reason = "called by name in Python")]
     fn new(
@@ -127,6 +132,7 @@ impl Engine {
         init: Py<PyAny>,
         take: Py<PyAny>,
         give: Py<PyAny>,
+        allocate: Py<PyAny>,
         limit_seconds: f64,
     ) -> PyResult<Self> {
         let dtypes = (dtype_of(dtype)?, reduce_dtype.map(dtype_of).transpose()?);
@@ -156,6 +162,7 @@ impl Engine {
             let mut raised = None;
             let zero = builder
                 .gather_memory(Storages::new(take, give))
+                .gradient_memory(Tensors::new(allocate))
                 .build_from_rank_0(|name, _shape, values| {
                     let at = values.as_mut_ptr() as usize;
                     let written = Python::attach(|py| init.call1(py, (name, at, values.len())));
@@ -266,8 +273,15 @@ impl Engine {
         })
     }
 
-    fn set_lr(&self, py: Python<'_>, lr: f64) -> PyResult<()> {
-        self.with(py, |run| run.zero.set_lr(lr).map_err(failed))
+    /// Sets the factor of the learning rate and the weight decay of each trained group.
+    fn set_groups(&self, py: Python<'_>, groups: Vec<(f64, Option<f64>)>) -> PyResult<()> {
+        self.with(py, |run| {
+            let mut groups = groups.into_iter().enumerate();
+            groups.try_for_each(|(group, (lr_scale, decay))| {
+                let set = run.zero.set_group(group, lr_scale, decay);
+                set.map_err(failed)
+            })
+        })
     }
 
     /// Saves a checkpoint with `state`, which is JSON.
@@ -302,6 +316,11 @@ impl Engine {
     /// The gathers of the last step, as text.
     fn gathers(&self, py: Python<'_>) -> PyResult<String> {
         self.with(py, |run| Ok(format!("{:?}", run.zero.gathers())))
+    }
+
+    /// The pool's memory, as text.
+    fn memory(&self, py: Python<'_>) -> PyResult<String> {
+        self.with(py, |run| Ok(run.zero.rank().pool().report().to_string()))
     }
 
     /// Ends the run; a step that is open ends it on all ranks.

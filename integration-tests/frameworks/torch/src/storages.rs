@@ -4,7 +4,7 @@ use std::any::Any;
 
 use pyo3::prelude::*;
 use zero_alloc::device::{AnySlice, DType, DeviceId};
-use zero_comm::{GatherMemory, PrefetchError};
+use zero_comm::{CallerMemory, PrefetchError};
 
 /// An object that keeps memory. Its drop takes Python's lock, unless the interpreter has ended.
 pub(crate) struct Owner(Option<Py<PyAny>>);
@@ -54,7 +54,7 @@ impl Drop for Storage {
 
 // SAFETY: `take` makes a storage of these bytes, which torch reads only while its unit is whole, and
 // which `give` empties.
-unsafe impl GatherMemory for Storages {
+unsafe impl CallerMemory for Storages {
     fn allocate(
         &mut self,
         unit: usize,
@@ -67,13 +67,46 @@ unsafe impl GatherMemory for Storages {
             let give = self.give.clone_ref(py);
             Ok::<_, PyErr>((at, Storage { give, unit }))
         });
-        let (at, storage) = taken.map_err(|error| PrefetchError::Memory {
-            unit,
-            message: error.to_string(),
-        })?;
-        // SAFETY: as above.
-        let slice =
-            unsafe { AnySlice::from_raw_parts(at as *mut u8, elems, dtype, DeviceId::HOST) };
-        Ok((slice, Box::new(storage)))
+        let (at, storage) = taken.map_err(|error| no_memory(unit, &error))?;
+        Ok((slice(at, elems, dtype), Box::new(storage)))
     }
+}
+
+/// Tensors of torch, for sums of gradients.
+pub(crate) struct Tensors {
+    /// `allocate(bytes)` returns a tensor and its address.
+    allocate: Py<PyAny>,
+}
+
+impl Tensors {
+    pub(crate) fn new(allocate: Py<PyAny>) -> Self {
+        Self { allocate }
+    }
+}
+
+// SAFETY: a tensor of these bytes, which its owner keeps, and which torch does not use.
+unsafe impl CallerMemory for Tensors {
+    fn allocate(
+        &mut self,
+        unit: usize,
+        elems: usize,
+        dtype: DType,
+    ) -> Result<(AnySlice, Box<dyn Any + Send + Sync>), PrefetchError> {
+        let bytes = elems * dtype.size_bytes();
+        let made = Python::attach(|py| self.allocate.call1(py, (bytes,))?.extract(py));
+        let (tensor, at): (Py<PyAny>, usize) = made.map_err(|error| no_memory(unit, &error))?;
+        Ok((slice(at, elems, dtype), Box::new(Owner::new(tensor))))
+    }
+}
+
+fn no_memory(unit: usize, error: &PyErr) -> PrefetchError {
+    PrefetchError::Memory {
+        unit,
+        message: error.to_string(),
+    }
+}
+
+fn slice(at: usize, elems: usize, dtype: DType) -> AnySlice {
+    // SAFETY: the callers' promise to `CallerMemory`.
+    unsafe { AnySlice::from_raw_parts(at as *mut u8, elems, dtype, DeviceId::HOST) }
 }

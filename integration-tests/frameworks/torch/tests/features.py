@@ -152,17 +152,36 @@ def retained_graph():
 
 
 def schedulers():
-    engine, optimizer, _, scheduler = deepspeed.initialize(
-        model=make("gpt2"), config=config_of(), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+    """Each group has its own rate in each step, 0 too, as warm-ups begin."""
+
+    def groups_of(model):
+        return [{"params": list(model.transformer.h.parameters())}, {"params": [*model.transformer.wte.parameters()], "weight_decay": 0.1}]
+
+    rates = [lambda n: n / 3, lambda n: 1 / (1 + n)]
+    torch.manual_seed(0)
+    plain = make("gpt2")
+    optimizer = torch.optim.AdamW(groups_of(plain), lr=1e-3, weight_decay=0.01)
+    plan = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+    want = []
+    for step in range(STEPS):
+        loss = loss_of(plain, rows_of(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plan.step()
+        want.append(loss.item())
+
+    torch.manual_seed(0)
+    model = make("gpt2")
+    engine, _, _, plan = deepspeed.initialize(
+        model=model, model_parameters=groups_of(model), config=config_of(), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
     )
-    rates = []
-    for step in range(3):
-        engine.backward(loss_of(engine, own_rows(engine, rows_of(step))))
-        engine.step()
-        rates.append(engine._outcome[3])
-        scheduler.step()
+    got = []
+    for step in range(STEPS):
+        got += train(engine, first=step, steps=1)
+        plan.step()
     engine.destroy()
-    close(rates, [1e-3, 5e-4, 1e-3 / 3], 1e-12)
+    close(got, want)
 
 
 def generation():

@@ -144,6 +144,11 @@ class Config:
         self.weight_decay = defaults["weight_decay"]
         self.decoupled = isinstance(optimizer, torch.optim.AdamW) or defaults.get("decoupled_weight_decay", False)
 
+    @property
+    def base_lr(self):
+        """The engine's learning rate, of which those of groups are factors."""
+        return self.lr if self.scheduler else 1.0
+
     def optimizer_json(self):
         hyper = {
             "beta1": self.betas[0],
@@ -155,7 +160,7 @@ class Config:
         }
         return json.dumps({
             "hyper": hyper,
-            "lr": self.lr,
+            "lr": self.base_lr,
             "schedule": self.scheduler or {"type": "Constant"},
             "max_grad_norm": self.clip,
             "loss_scaling": self.scaling,

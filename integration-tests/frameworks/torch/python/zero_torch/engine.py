@@ -22,15 +22,15 @@ class Engine(nn.Module):
             config.take_optimizer(optimizer)
             model_parameters = optimizer.param_groups
         names = dict(model.named_parameters())
-        groups = Groups(model_parameters, names, config)
+        self._groups = groups = Groups(model_parameters, names, config)
         self._sharded = Sharded(ranks, model, names, groups, config, LIMIT + 300)
         self.module = model
         self.optimizer = ZeroOptimizer([{**group, "params": list(group["params"])} for group in groups.given], config)
         self.lr_scheduler = ZeroScheduler(self) if config.scheduler else None
         self.micro_steps, self.global_steps, self.skipped_steps = 0, 0, 0
         self._loss, self._outcome = None, None
-        # The learning rate that the engine has.
-        self._lr = config.lr
+        # The rules of groups that the engine has.
+        self._rules = [rules[:2] for rules in groups.settings[:-1]]
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -53,18 +53,18 @@ class Engine(nn.Module):
             self._sharded.next_micro_batch(loss)
             self.micro_steps += 1
             return
-        self._set_lr()
+        self._set_rules()
         self._outcome = self._sharded.end(loss)
         self.micro_steps += 1
         self.global_steps += 1
         self.skipped_steps += self._outcome[1]
 
-    def _set_lr(self):
-        """Takes up what a scheduler has set."""
-        lr = self.optimizer.param_groups[0]["lr"]
-        if self.lr_scheduler is None and lr != self._lr:
-            self._sharded.native.set_lr(lr)
-            self._lr = lr
+    def _set_rules(self):
+        """Takes up what a scheduler or the program has set."""
+        rules = [self._groups.rules(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        if rules != self._rules:
+            self._sharded.native.set_groups(rules)
+            self._rules = rules
 
     def is_gradient_accumulation_boundary(self):
         return (self.micro_steps + 1) % self._config.micro_batches == 0
@@ -99,20 +99,17 @@ class Engine(nn.Module):
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         self._sharded.between_steps("save_checkpoint")
-        state = {"client": client_state or {}, "tag": tag, "lr": self._lr, "micro_steps": self.micro_steps}
+        state = {"client": client_state or {}, "tag": tag, "rates": [group["lr"] for group in self.optimizer.param_groups], "micro_steps": self.micro_steps}
         self._sharded.native.save(str(save_dir), json.dumps(state))
         return True
 
     def load_checkpoint(self, load_dir, tag=None, **_options):
         self._sharded.between_steps("load_checkpoint")
         state, self.global_steps = self._sharded.native.resume(str(load_dir))
-        state = json.loads(state) or {"client": {}, "lr": self._lr}
+        state = json.loads(state) or {"client": {}, "rates": []}
         self.micro_steps = self.global_steps * self._config.micro_batches
-        if self.lr_scheduler is None and self._lr:
-            ratio = state["lr"] / self._lr
-            for group in self.optimizer.param_groups:
-                group["lr"] *= ratio
-            self._set_lr()
+        for group, lr in zip(self.optimizer.param_groups, state["rates"]):
+            group["lr"] = lr
         return str(load_dir), state["client"]
 
     def consolidated_state_dict(self, dtype=torch.float32):

@@ -10,7 +10,7 @@ from .config import ConfigError
 class Groups:
     """`given` as torch has them; `settings` of each as (factor of the learning rate, weight decay, trained); `of_name`: of each parameter.
 
-    The last group has the frozen parameters.
+    Factors are of the schedule's rate; without a schedule that is 1, and they are the rates. The last group has the frozen parameters.
     """
 
     def __init__(self, model_parameters, names, config):
@@ -18,31 +18,37 @@ class Groups:
         given = list(names.values()) if model_parameters is None else list(model_parameters)
         if not given or not isinstance(given[0], dict):
             given = [{"params": given}]
-        self.given, self.settings, group_of = given, [], {}
-        for group in given:
-            lr = group.get("lr", config.lr)
-            if lr != config.lr and config.lr == 0:
-                raise ConfigError("a group has its own lr, but that of the optimizer is 0: a group's lr is a factor of it")
-            self.settings.append((lr / config.lr if config.lr else 1.0, group.get("weight_decay"), True))
+        self.given, self._base = given, config.base_lr
+        if self._base == 0 and any(group.get("lr") for group in given):
+            raise ConfigError("a group has its own lr, but that of the optimizer is 0: with a scheduler, a group's lr is a factor of it")
+        group_of = {}
+        for number, group in enumerate(given):
             for param in group["params"]:
                 name = of_id.get(id(param))
                 if name is None:
                     raise ConfigError("model_parameters has a tensor that is no parameter of the model")
-                group_of[name] = len(self.settings) - 1
+                group_of[name] = number
+        self.settings = [
+            (*self.rules(group.get("lr", config.lr), group.get("weight_decay", config.weight_decay)), True) for group in given
+        ]
+        self._frozen = len(given)
         self.settings.append((1.0, None, False))
-        self._frozen = len(self.settings) - 1
         self.of_name = {
             name: group_of.get(name, self._frozen) if param.requires_grad else self._frozen for name, param in names.items()
         }
         if all(group == self._frozen for group in self.of_name.values()):
             raise ConfigError("no parameter is trained: requires_grad is False for all that model_parameters has")
 
+    def rules(self, lr, weight_decay):
+        """The engine's for a group of torch's."""
+        return lr / self._base if self._base else 1.0, weight_decay
+
     def is_trained(self, name):
         return self.of_name[name] != self._frozen
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """The optimizer for schedulers and callbacks: the learning rate of its first group is that of the next step."""
+    """The optimizer for schedulers and callbacks: the rates and decays of its groups are those of the next step."""
 
     def __init__(self, groups, config):
         super().__init__(groups, {"lr": config.lr, "weight_decay": config.weight_decay})

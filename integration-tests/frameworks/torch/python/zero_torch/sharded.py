@@ -31,6 +31,11 @@ class AfterBackward(torch.autograd.Function):
         return None, None, *grads
 
 
+def allocate(size):
+    tensor = torch.empty(size, dtype=torch.uint8)
+    return tensor, tensor.data_ptr()
+
+
 class Sharded:
     """The parameters of `module`; `names` has each once, by its full name."""
 
@@ -49,7 +54,7 @@ class Sharded:
         this = weakref.ref(self)
         self.native = _native.Engine(
             world, config.stage, config.dtype, config.reduce_dtype, config.optimizer_json(), config.micro_batches, params, groups.settings,
-            init, lambda unit, size: this()._take(unit, size), lambda unit: this() and this()._give(unit), limit,
+            init, lambda unit, size: this()._take(unit, size), lambda unit: this() and this()._give(unit), allocate, limit,
         )
         # Also at the end of the interpreter.
         self._finalizer = weakref.finalize(self, self.native.close)
