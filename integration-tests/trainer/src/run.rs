@@ -494,7 +494,7 @@ impl<'a, D: Device> Run<'a, D> {
             step: completed.steps,
             progress: self.parts.stage.optimizer().progress(),
             seed: options.seed,
-            data_fingerprint: workload.data_fingerprint(),
+            data_fingerprint: Some(workload.data_fingerprint()),
             tokens_seen: Some(completed.tokens),
             best: self.evaluations.best,
         };

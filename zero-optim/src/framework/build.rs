@@ -398,6 +398,7 @@ impl<D: Device> Builder<D> {
                 optim,
                 steps: 0,
                 state: serde_json::Value::Null,
+                model_config: serde_json::Value::Null,
                 has_views: false,
                 in_step: false,
                 begun: 0,

@@ -59,6 +59,8 @@ pub(super) struct Core<D: Device> {
     pub(super) steps: u64,
     /// The framework's part of a checkpoint.
     pub(super) state: serde_json::Value,
+    /// The model's `config.json`, or null.
+    pub(super) model_config: serde_json::Value,
     /// Whether the framework has views of parameters between steps.
     pub(super) has_views: bool,
     pub(super) in_step: bool,
@@ -359,6 +361,10 @@ impl<D: Device> Core<D> {
         let mut settings = RankSettings::new();
         self.gradients.uses().push_to(&mut settings);
         settings.push("the state of Zero::set_state", &self.state);
+        settings.push(
+            "the configuration of Zero::set_model_config",
+            &self.model_config,
+        );
         self.compare(Call::Save, &settings)?;
         let replicas = self.check_replicas();
         self.or_fail(replicas)?;
@@ -384,6 +390,7 @@ impl<D: Device> Core<D> {
         };
         let mut meta = SaveMeta::default().step(self.steps).stage(self.stage);
         meta.trainer = serde_json::json!({ STATE: self.state });
+        meta.model_config = self.model_config.clone();
         optim.save(&rank.compute, &store, meta, &own, &mut exchange, rank.limit)?;
         Ok(())
     }
@@ -425,6 +432,7 @@ impl<D: Device> Core<D> {
         self.optim.load(compute, reader, &own, *limit)?;
         self.steps = reader.manifest().step;
         self.state = reader.manifest().trainer[STATE].clone();
+        self.model_config = reader.manifest().model_config.clone();
         self.gather()
     }
 

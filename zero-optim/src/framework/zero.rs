@@ -192,6 +192,13 @@ impl<D: Device> Zero<D> {
         self.core.state = state;
     }
 
+    /// Sets the `config.json` of Hugging Face of the next checkpoints, the same on all ranks: with it
+    /// `zero` trains on from them and exports them, if the parameters have Hugging Face's names. A
+    /// resume takes that of the checkpoint.
+    pub fn set_model_config(&mut self, config: serde_json::Value) {
+        self.core.model_config = config;
+    }
+
     /// The framework's part of the checkpoint that was resumed, or the last that was set; at first
     /// null.
     pub fn state(&self) -> &serde_json::Value {

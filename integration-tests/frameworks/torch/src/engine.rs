@@ -284,11 +284,13 @@ impl Engine {
         })
     }
 
-    /// Saves a checkpoint with `state`, which is JSON.
-    fn save(&self, py: Python<'_>, folder: &str, state: &str) -> PyResult<()> {
+    /// Saves a checkpoint with `state` and the model's configuration, which are JSON.
+    fn save(&self, py: Python<'_>, folder: &str, state: &str, config: &str) -> PyResult<()> {
         let state = serde_json::from_str(state).map_err(failed)?;
+        let config = serde_json::from_str(config).map_err(failed)?;
         self.with(py, |run| {
             run.zero.set_state(state);
+            run.zero.set_model_config(config);
             run.zero.save(folder).map_err(failed)
         })
     }

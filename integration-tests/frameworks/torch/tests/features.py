@@ -224,6 +224,28 @@ def checkpoints():
     assert first + rest == whole, (first, rest, whole)
 
 
+def released_parameters():
+    """Outside of its block, a parameter of stage 3 has a shape and no elements; reads end with an error, and the step can go on."""
+
+    def loss(model, rows):
+        if isinstance(model, deepspeed.Engine) and STAGE == 3:
+            block = model.module.transformer.h[1]
+            assert block.mlp.c_fc.weight.shape == (64, 256) and block.mlp.c_fc.weight.dtype == torch.float32
+            for read in (
+                lambda: block.mlp.c_fc.weight.square().sum(), lambda: torch.rand(2, 64) @ block.mlp.c_fc.weight, block.state_dict,
+                lambda: block.mlp.c_fc.weight[0], lambda: block.mlp.c_fc.weight.data, lambda: block.mlp.c_fc.weight.tolist(),
+            ):
+                try:
+                    read()
+                except RuntimeError as error:
+                    assert "transformer.h.1." in str(error) and "has no elements outside of the forward" in str(error), error
+                else:
+                    raise AssertionError("a released parameter was read")
+        return loss_of(model, rows)
+
+    same_as_plain(lambda: make("gpt2"), loss_of=loss)
+
+
 def errors_in_forward():
     def loss(model, rows):
         if isinstance(model, deepspeed.Engine):
@@ -254,7 +276,7 @@ def wrong_settings():
 
 FEATURES = [
     frozen, adapters, unused, groups, shared_by_blocks, two_backwards, retained_graph, schedulers, generation, checkpoints,
-    errors_in_forward, wrong_settings,
+    released_parameters, errors_in_forward, wrong_settings,
 ]
 failed = []
 for feature in FEATURES:

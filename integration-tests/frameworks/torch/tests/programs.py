@@ -33,6 +33,16 @@ def qwen3():
     return Qwen3ForCausalLM(config)
 
 
+def mistral():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, max_position_embeddings=128, sliding_window=16,
+    )
+    return MistralForCausalLM(config)
+
+
 def bert():
     from transformers import BertConfig, BertForMaskedLM
 
@@ -63,7 +73,7 @@ def vit():
 
 
 MODELS = {
-    "gpt2": gpt2, "llama": llama, "llama-tied": lambda: llama(tied=True), "qwen3": qwen3, "bert": bert, "t5": t5, "vit": vit,
+    "gpt2": gpt2, "llama": llama, "llama-tied": lambda: llama(tied=True), "qwen3": qwen3, "mistral": mistral, "bert": bert, "t5": t5, "vit": vit,
 }
 
 

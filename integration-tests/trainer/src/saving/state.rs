@@ -136,8 +136,9 @@ pub struct TrainerState {
     pub progress: Progress,
     /// Seed of the data order and of the initial weights.
     pub seed: u64,
-    /// Checksum of the data.
-    pub data_fingerprint: u64,
+    /// Checksum of the data; missing if a framework trained.
+    #[serde(default)]
+    pub data_fingerprint: Option<u64>,
     /// Tokens of all ranks in all steps; missing in older checkpoints.
     #[serde(default)]
     pub tokens_seen: Option<u64>,
@@ -150,7 +151,7 @@ impl TrainerState {
     /// The state in a checkpoint.
     ///
     /// # Errors
-    /// The checkpoint was not written by this trainer.
+    /// The checkpoint was written neither by this trainer nor by a framework's run.
     pub fn of(reader: &Reader) -> Result<Self, TrainError> {
         if reader.manifest().trainer.is_null() {
             return Err(TrainError::State(format!(
@@ -158,7 +159,13 @@ impl TrainerState {
                 path = reader.path().display()
             )));
         }
-        let read = Self::deserialize(&reader.manifest().trainer);
+        let mut trainer = reader.manifest().trainer.clone();
+        // A framework knows its data, and has no seed of ours.
+        if trainer.get("framework").is_some() {
+            trainer["step"] = reader.manifest().step.into();
+            trainer["seed"] = 0.into();
+        }
+        let read = Self::deserialize(trainer);
         read.map_err(|e| {
             TrainError::State(format!(
                 "{}: invalid trainer state: {e}",

@@ -142,7 +142,7 @@ impl Resumed {
         notices.extend(missing);
         if record.is_none() {
             notices.push(format!(
-                "{} has no {RUN_JSON} (an older version saved it): settings that no flag gives have their defaults",
+                "{} has no {RUN_JSON} (a framework or an older version saved it): settings that no flag gives have their defaults",
                 path.display()
             ));
         }
@@ -242,7 +242,8 @@ impl Resumed {
             ));
         }
 
-        if format!("{:016x}", self.state.data_fingerprint) != now.data.fingerprint {
+        let data = self.state.data_fingerprint;
+        if data.is_some_and(|data| format!("{data:016x}") != now.data.fingerprint) {
             notices.push(
                 "the data differs from the checkpoint's: the loss curve will differ".to_owned(),
             );

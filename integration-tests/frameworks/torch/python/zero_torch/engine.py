@@ -99,8 +99,12 @@ class Engine(nn.Module):
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         self._sharded.between_steps("save_checkpoint")
-        state = {"client": client_state or {}, "tag": tag, "rates": [group["lr"] for group in self.optimizer.param_groups], "micro_steps": self.micro_steps}
-        self._sharded.native.save(str(save_dir), json.dumps(state))
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        state = {"client": client_state or {}, "tag": tag, "rates": rates, "micro_steps": self.micro_steps}
+        # With that of transformers, `zero` exports the checkpoint and trains on from it.
+        config = getattr(self.module, "config", None)
+        config = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else "null"
+        self._sharded.native.save(str(save_dir), json.dumps(state), config)
         return True
 
     def load_checkpoint(self, load_dir, tag=None, **_options):

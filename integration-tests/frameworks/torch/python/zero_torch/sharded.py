@@ -2,8 +2,12 @@
 
 Stages 0 to 2: parameters are views of the engine's memory.
 
-Stage 3: a unit has one flat tensor, whose storage is empty while the unit is not whole. Hooks of modules make it whole before forward and
-before backward, and release it behind both. Views that autograd has saved see the values again, since they share the storage.
+Stage 3: a unit has one flat tensor, whose storage is empty while the unit is not whole. Parameters are views of it all the time, of a class that
+refuses reads while it is empty. Hooks of modules make a unit whole before forward and before backward, and release it behind both. Views that
+autograd has saved see the values again, since they share the storage.
+
+A use is one call of a block in forward. Its backward begins when one of its outputs has a gradient, and has passed when its inputs have theirs. A
+unit is released in backward when all trained parameters have their gradients and no use is between the two: frozen parameters are read until then.
 """
 
 import ctypes
@@ -12,23 +16,7 @@ import weakref
 import torch
 
 from . import _native
-from .units import DTYPES, NAMES, ROOT, replaced, tensors, units_of, view
-
-
-class AfterBackward(torch.autograd.Function):
-    """Around the inputs of a block: its backward runs when the gradients of all inputs are computed."""
-
-    @staticmethod
-    def forward(ctx, sharded, unit, *inputs):
-        ctx.sharded, ctx.unit = sharded, unit
-        ctx.set_materialize_grads(False)
-        return inputs
-
-    @staticmethod
-    def backward(ctx, *grads):
-        ctx.unit.has_passed = True
-        ctx.sharded._release_if_done(ctx.unit)
-        return None, None, *grads
+from .units import DTYPES, NAMES, ROOT, Released, replaced, tensors, units_of, view
 
 
 def allocate(size):
@@ -76,19 +64,20 @@ class Sharded:
         for unit_name, elems, places in self.native.units():
             unit = self._units[unit_name]
             self._by_index.append(unit)
-            unit.trained = sum(name in trained for name, _ in places)
-            for name, start in places:
-                param = names[name]
-                unit.params.append((name, param, start, param.shape))
+            unit.params = {name: names[name] for name, _ in places}
+            unit.trained = trained & set(unit.params)
             if self.stage < 3:
-                for name, param, _, shape in unit.params:
+                for name, param in unit.params.items():
                     at, length = self.native.param(name)
-                    param.data = view(at, length, self.dtype).view(shape)
+                    param.data = view(at, length, self.dtype).view(param.shape)
                 continue
             unit.flat = torch.empty(elems, dtype=self.dtype)
+            for name, start in places:
+                param = names[name]
+                param.data = unit.flat[start:start + param.numel()].view(param.shape)
+                param.zero_name, param.zero_class = name, type(param)
+                param.__class__ = Released
             unit.flat.untyped_storage().resize_(0)
-            for _, param, _, _ in unit.params:
-                param.data = torch.empty(0, dtype=self.dtype)
 
     def _take(self, index, size):
         storage = self._by_index[index].flat.untyped_storage()
@@ -103,21 +92,19 @@ class Sharded:
             return
         self.native.unshard(unit.name)
         unit.is_whole = True
-        for _, param, start, shape in unit.params:
-            param.data = unit.flat[start:start + shape.numel()].view(shape)
+        for param in unit.params.values():
+            param.__class__ = param.zero_class
 
     def _release(self, unit):
         if not unit.is_whole:
             return
         unit.is_whole = False
-        for _, param, _, _ in unit.params:
-            param.data = torch.empty(0, dtype=self.dtype)
+        for param in unit.params.values():
+            param.__class__ = Released
         self.native.reshard(unit.name)
 
     def _release_if_done(self, unit):
-        # A frozen parameter may be read after the last gradient of the unit's own.
-        is_read = unit.has_passed if unit.is_tracked else unit.trained == len(unit.params)
-        if unit.arrived >= unit.trained and is_read and not unit.is_root:
+        if unit.arrived == unit.trained and not unit.active and not unit.is_root:
             self._release(unit)
 
     # ---- hooks
@@ -132,10 +119,16 @@ class Sharded:
         for unit in self._units.values():
             if unit.is_root:
                 continue
-            unit.module.register_forward_pre_hook(
-                lambda module, args, kwargs, unit=unit: self._before_block(unit, args, kwargs), prepend=True, with_kwargs=True
-            )
-            unit.module.register_forward_hook(lambda module, args, out, unit=unit: self._after_block(unit, out), always_call=True)
+            own = {id(param) for param in unit.params.values()}
+            for module in unit.module.modules():
+                # Programs may call a part of a block without the block.
+                if module is unit.module or any(id(param) in own for param in module.parameters()):
+                    module.register_forward_pre_hook(
+                        lambda module, args, kwargs, unit=unit: self._before_module(unit, module, args, kwargs), prepend=True, with_kwargs=True
+                    )
+                    module.register_forward_hook(
+                        lambda module, args, out, unit=unit: self._after_module(unit, module, out), always_call=True
+                    )
 
     def _before_root(self):
         if not self.is_open:
@@ -156,26 +149,52 @@ class Sharded:
             self.is_open, self._is_evaluation = False, False
             self.native.end_without_update()
 
-    def _before_block(self, unit, args, kwargs):
+    def _before_module(self, unit, module, args, kwargs):
+        if unit.caller is not None or (unit.is_whole and module is not unit.module):
+            return None
+        unit.caller = module
         self._gather(unit)
         if not torch.is_grad_enabled():
             return None
+        unit.use = use = object()
         found = [tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad]
-        unit.is_tracked, unit.has_passed = bool(found), False
-        if not found:
+        around = [tensor for tensor in tensors((args, kwargs), in_objects=False) if tensor.requires_grad]
+        if not found and len(unit.trained) == len(unit.params):
+            # The gradients of its parameters are all that its backward computes.
+            unit.use = None
+        if module is not unit.module or len(around) < len(found) or not found:
+            # When this use has passed is not known: its unit is whole until the end of backward.
             return None
-        new = dict(zip(map(id, found), AfterBackward.apply(self, unit, *found)))
+
+        def passed():
+            unit.active.discard(use)
+            self._release_if_done(unit)
+
+        # Views have gradients of this use alone. The block may change them in place as it might change what it was called with.
+        new = {id(tensor): tensor.view_as(tensor) for tensor in around}
+        torch.autograd.graph.register_multi_grad_hook(tuple(new.values()), lambda grads: passed())
         return replaced(args, new), replaced(kwargs, new)
 
-    def _after_block(self, unit, out):
-        if torch._C._current_graph_task_id() != -1:
-            # The forward of a checkpointed block within backward, which follows.
+    def _after_module(self, unit, module, out):
+        if unit.caller is not module:
             return
+        unit.caller = None
         if torch.is_grad_enabled():
-            for tensor in tensors(out):
+            # A module may also leave an output in an attribute, such as an auxiliary loss.
+            kept = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
+            for tensor in (*tensors(out), *kept):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda grad, unit=unit: self._gather(unit))
-        self._release(unit)
+                    tensor.register_hook(lambda grad, use=unit.use: self._before_use(unit, use))
+        # In backward this is the forward of a checkpointed block, whose own backward follows.
+        if torch._C._current_graph_task_id() == -1:
+            self._release(unit)
+
+    def _before_use(self, unit, use):
+        """Backward comes to an output of a use."""
+        self._gather(unit)
+        unit.arrived.clear()
+        if use is not None:
+            unit.active.add(use)
 
     def _take_grad(self, name, param):
         grad, param.grad = param.grad, None
@@ -184,7 +203,7 @@ class Sharded:
         self._arrived.add(name)
         if self.stage == 3:
             unit = self._unit_of[name]
-            unit.arrived += 1
+            unit.arrived.add(name)
             self._release_if_done(unit)
 
     # ---- steps
@@ -198,7 +217,9 @@ class Sharded:
             if name not in self._arrived:
                 self.native.unused(name)
         for unit in self._units.values():
-            unit.arrived, unit.is_tracked, unit.has_passed = 0, False, False
+            unit.caller = None
+            unit.arrived.clear()
+            unit.active.clear()
             self._release(unit)
 
     def next_micro_batch(self, loss):
@@ -217,7 +238,7 @@ class Sharded:
 
     def state_dict(self, dtype):
         """The whole parameters, and the buffers, on every rank."""
-        shapes = {name: shape for unit in self._units.values() for name, _, _, shape in unit.params}
+        shapes = {name: param.shape for unit in self._units.values() for name, param in unit.params.items()}
         state = {}
 
         def take(name, at, elems):

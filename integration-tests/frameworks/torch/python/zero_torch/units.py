@@ -1,6 +1,7 @@
 """The units of a module: what is gathered and reduced together."""
 
 import ctypes
+import dataclasses
 
 import torch
 from torch import nn
@@ -19,16 +20,19 @@ def view(at, elems, dtype):
     return torch.frombuffer(memory, dtype=dtype)
 
 
-def tensors(value):
-    """The tensors in arguments or results."""
+def tensors(value, in_objects=True):
+    """The tensors in arguments or results, also, unless not wished for, in the attributes of an object."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors(item)
+            yield from tensors(item, in_objects)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors(item)
+            yield from tensors(item, in_objects)
+    elif in_objects and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
+        # Objects in objects are followed in dataclasses only: others may have the whole program.
+        yield from tensors(list(vars(value).values()), dataclasses.is_dataclass(value))
 
 
 def replaced(value, new):
@@ -45,19 +49,50 @@ def replaced(value, new):
 
 
 def blocks(model):
-    """The names and modules in the outermost module lists: the layers of nearly every model."""
-    found = []
+    """The modules in the outermost module lists by their names: the layers of nearly every model. A list or a dict has no forward, so that its
+    elements are blocks."""
+    found, seen = {}, set()
 
-    def walk(module, prefix):
+    def walk(module, prefix, is_in_list):
         for name, child in module.named_children():
-            full = f"{prefix}{name}"
-            if isinstance(child, nn.ModuleList):
-                found.extend((f"{full}.{index}", block) for index, block in enumerate(child))
-            else:
-                walk(child, f"{full}.")
+            is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict) if is_in_list else nn.ModuleList)
+            if is_container or not is_in_list:
+                walk(child, f"{prefix}{name}.", is_in_list or is_container)
+            elif id(child) not in seen:
+                found[f"{prefix}{name}"] = child
+                seen.add(id(child))
 
-    walk(model, "")
+    walk(model, "", False)
     return found
+
+
+class Released(nn.Parameter):
+    """A parameter whose unit is not whole: it has a shape, but no elements. Reading its memory would end the process."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", None) if func.__name__ in ("__get__", "__set__") else func.__name__
+        if attribute in HAS_ELEMENTS or (attribute == func.__name__ and attribute not in WITHOUT_ELEMENTS):
+            names = [arg.zero_name for arg in args if isinstance(arg, Released)]
+            raise RuntimeError(
+                f"{attribute} of {names[0] if names else 'a parameter'}: at stage 3 a parameter of a block has no elements outside of the forward of "
+                "the block and its modules; call the module, or make the weight an attribute of the module that reads it, or read "
+                "engine.consolidated_state_dict()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **_options):
+        return f"Released({self.zero_name}, {tuple(self.shape)}, {self.dtype})"
+
+
+# Attributes that are views, and functions that read no elements.
+HAS_ELEMENTS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+WITHOUT_ELEMENTS = {
+    "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device",
+    "storage_offset", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__", "is_same_size",
+    "has_names", "is_tensor", "is_storage", "type",
+}
 
 
 class Unit:
@@ -65,17 +100,15 @@ class Unit:
 
     def __init__(self, name, module):
         self.name, self.module = name, module
-        # (full name, parameter, first element, shape)
-        self.params = []
+        # Its parameters by their full names.
+        self.params = {}
         self.flat = None
-        # Whether its parameters are whole, at stage 3.
-        self.is_whole = False
-        # Trained parameters, and those whose gradient has arrived in this backward.
-        self.trained = 0
-        self.arrived = 0
-        # Whether its inputs have gradients, and whether those are computed.
-        self.is_tracked = False
-        self.has_passed = False
+        # Whether its parameters are whole, at stage 3, and the module whose forward made them so.
+        self.is_whole, self.caller = False, None
+        # Names of the trained parameters, and of those whose gradient has arrived since the last use began its backward.
+        self.trained, self.arrived = set(), set()
+        # Uses whose backward has begun, but has not passed their inputs.
+        self.active = set()
 
     @property
     def is_root(self):
@@ -84,11 +117,15 @@ class Unit:
 
 def units_of(model, names):
     """The unit of each parameter, by its full name."""
-    of_param = {}
-    for name, block in blocks(model):
+    of_param, in_blocks = {}, set()
+    for name, block in blocks(model).items():
         unit = Unit(name, block)
+        in_blocks.update(map(id, block.modules()))
         for param in block.parameters():
             # One of several blocks is whole for the whole pass, with the root.
             of_param[id(param)] = None if id(param) in of_param else unit
+    for module in model.modules():
+        if id(module) not in in_blocks:
+            of_param.update((id(param), None) for param in module.parameters(recurse=False))
     root = Unit(ROOT, model)
     return {name: of_param.get(id(param)) or root for name, param in names.items()}
