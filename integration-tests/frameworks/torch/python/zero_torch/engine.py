@@ -130,7 +130,7 @@ class Engine(nn.Module):
 
     def destroy(self):
         """Ends the run on this rank."""
-        self._sharded.native.close()
+        self._sharded.close()
 
 
 def initialize(

@@ -13,6 +13,7 @@ import torch
 
 from . import _native
 from .units import DTYPES, NAMES, ROOT, replaced, tensors, units_of, view
+from .world import end
 
 
 class AfterBackward(torch.autograd.Function):
@@ -29,6 +30,32 @@ class AfterBackward(torch.autograd.Function):
         ctx.unit.has_passed = True
         ctx.sharded._release_if_done(ctx.unit)
         return None, None, *grads
+
+
+RELEASED = "the parameter is released: at stage 3, read it, and views of it, within forward and backward of its module only"
+CLOSED = "the engine of this parameter is closed; read values before, by engine.consolidated_state_dict or a checkpoint"
+
+
+def refuse(storage, message):
+    """Accesses to the storage, by any view of it, are errors with `message`: a released one would be a null pointer."""
+    # torch before 2.15 has no such check.
+    if hasattr(torch._C, "_set_storage_data_ptr_access_error_msg"):
+        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
+def admit(storage):
+    if hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):
+        torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
+
+
+def close(native, handles, params):
+    """Ends the run, and takes hooks and memory back."""
+    for handle in handles:
+        handle.remove()
+    for param in params:
+        refuse(param.untyped_storage(), CLOSED)
+        param.data = torch.empty(0, dtype=param.dtype)
+    end(native)
 
 
 class Sharded:
@@ -51,8 +78,10 @@ class Sharded:
             world, config.stage, config.dtype, config.reduce_dtype, config.optimizer_json(), config.micro_batches, params, groups.settings,
             init, lambda unit, size: this()._take(unit, size), lambda unit: this() and this()._give(unit), limit,
         )
+        # What `close` undoes.
+        self._handles = []
         # Also at the end of the interpreter.
-        self._finalizer = weakref.finalize(self, self.native.close)
+        self.close = weakref.finalize(self, close, self.native, self._handles, list(names.values()))
 
         self._lay_out(names)
         for buffer in module.buffers():
@@ -81,17 +110,25 @@ class Sharded:
                     param.data = view(at, length, self.dtype).view(shape)
                 continue
             unit.flat = torch.empty(elems, dtype=self.dtype)
-            unit.flat.untyped_storage().resize_(0)
+            self._empty(unit)
             for _, param, _, _ in unit.params:
                 param.data = torch.empty(0, dtype=self.dtype)
 
     def _take(self, index, size):
         storage = self._by_index[index].flat.untyped_storage()
+        admit(storage)
         storage.resize_(size)
         return storage.data_ptr()
 
     def _give(self, index):
-        self._by_index[index].flat.untyped_storage().resize_(0)
+        self._empty(self._by_index[index])
+
+    @staticmethod
+    def _empty(unit):
+        storage = unit.flat.untyped_storage()
+        admit(storage)
+        storage.resize_(0)
+        refuse(storage, RELEASED)
 
     def _gather(self, unit):
         if self.stage < 3 or unit.is_whole:
@@ -118,19 +155,23 @@ class Sharded:
     # ---- hooks
 
     def _add_hooks(self):
+        # Hooks do not keep this.
+        self, handles = weakref.proxy(self), self._handles
         for name, param in self.trained:
-            param.register_post_accumulate_grad_hook(lambda param, name=name: self._take_grad(name, param))
-        self.module.register_forward_pre_hook(lambda module, args: self._before_root(), prepend=True)
-        self.module.register_forward_hook(lambda module, args, out: self._after_root(), always_call=True)
+            handles.append(param.register_post_accumulate_grad_hook(lambda param, name=name: self._take_grad(name, param)))
+        handles.append(self.module.register_forward_pre_hook(lambda module, args: self._before_root(), prepend=True))
+        handles.append(self.module.register_forward_hook(lambda module, args, out: self._after_root(), always_call=True))
         if self.stage < 3:
             return
         for unit in self._units.values():
             if unit.is_root:
                 continue
-            unit.module.register_forward_pre_hook(
+            handles.append(unit.module.register_forward_pre_hook(
                 lambda module, args, kwargs, unit=unit: self._before_block(unit, args, kwargs), prepend=True, with_kwargs=True
+            ))
+            handles.append(
+                unit.module.register_forward_hook(lambda module, args, out, unit=unit: self._after_block(unit, out), always_call=True)
             )
-            unit.module.register_forward_hook(lambda module, args, out, unit=unit: self._after_block(unit, out), always_call=True)
 
     def _before_root(self):
         if not self.is_open:
