@@ -251,10 +251,12 @@ class Sharded:
         if self.is_open:
             raise RuntimeError(f"engine.{call} within a step: call it behind engine.step at a boundary of gradient accumulation")
 
+    def shapes(self):
+        return {name: shape for unit in self._units.values() for name, _, _, shape in unit.params}
+
     def state_dict(self, dtype):
         """The whole parameters, and the buffers, on every rank."""
-        shapes = {name: shape for unit in self._units.values() for name, _, _, shape in unit.params}
-        state = {}
+        shapes, state = self.shapes(), {}
 
         def take(name, at, elems):
             state[name] = view(at, elems, torch.float32).view(shapes[name]).to(dtype, copy=True)
