@@ -23,4 +23,4 @@ pub mod timeline;
 pub use pool::{
     AllocError, AllocatedBytes, Block, BlockMap, Change, MemoryKind, Pool, Purpose, Report,
 };
-pub use time_limit::TimeLimit;
+pub use time_limit::{TimeLimit, with_interrupt};

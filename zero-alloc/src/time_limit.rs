@@ -5,10 +5,45 @@
 //! continues. So a wait is cut into slices, and the time between two checks counts at most as one
 //! slice.
 
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 /// The longest slice.
 const SLICE: Duration = Duration::from_secs(1);
+
+/// Returns whether a wait shall end.
+type Interrupt = Rc<dyn Fn() -> bool>;
+
+thread_local! {
+    static INTERRUPT: RefCell<Option<Interrupt>> = const { RefCell::new(None) };
+}
+
+/// Calls `call`. At each check of a [`TimeLimit`] on this thread meanwhile, thus about once a second,
+/// `interrupt` is called; if it returns true, the limit has passed. For programs that must handle
+/// signals on the thread that waits.
+pub fn with_interrupt<R>(interrupt: impl Fn() -> bool + 'static, call: impl FnOnce() -> R) -> R {
+    struct Reset(Option<Interrupt>);
+
+    impl Drop for Reset {
+        fn drop(&mut self) {
+            INTERRUPT.set(self.0.take());
+        }
+    }
+
+    let _reset = Reset(INTERRUPT.replace(Some(Rc::new(interrupt))));
+    call()
+}
+
+fn is_interrupted() -> bool {
+    // `interrupt` may wait, too.
+    let taken = INTERRUPT.try_with(RefCell::take);
+    taken.ok().flatten().is_some_and(|interrupt| {
+        let ends = interrupt();
+        INTERRUPT.set(Some(interrupt));
+        ends
+    })
+}
 
 /// The limit of a wait. The waiter checks it at least once per [`TimeLimit::slice`]; a stop of the
 /// process then counts at most as one slice, a quarter of the limit or less.
@@ -43,6 +78,9 @@ impl TimeLimit {
 
     /// Counts the time since the last check, at most one slice; returns the time counted so far.
     pub fn elapsed(&mut self) -> Duration {
+        if is_interrupted() {
+            self.counted = self.limit;
+        }
         self.elapsed_at(Instant::now())
     }
 
@@ -84,6 +122,16 @@ mod tests {
         assert_eq!(limit.counted, Duration::from_millis(10_500));
         assert_eq!(limit.slice(), Duration::ZERO);
         assert!(limit.has_passed());
+    }
+
+    #[test]
+    fn interrupt_ends_waits_of_its_thread() {
+        let mut limit = TimeLimit::new(Duration::MAX);
+        assert!(!with_interrupt(|| false, || limit.has_passed()));
+        let elsewhere = || std::thread::spawn(|| TimeLimit::new(Duration::MAX).has_passed());
+        assert!(!with_interrupt(|| true, elsewhere).join().unwrap());
+        assert!(!limit.has_passed());
+        assert!(with_interrupt(|| true, || limit.has_passed()));
     }
 
     #[test]

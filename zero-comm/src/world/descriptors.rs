@@ -1,7 +1,9 @@
-//! Rank 0's file descriptors: one for each rank.
+//! Rank 0's file descriptors, one for each rank; and the sockets that a fork must close.
 
 use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 
+use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -11,7 +13,7 @@ use crate::RendezvousError;
 const RESERVE: u64 = 64;
 /// Fewest connections that can wait with their handshake.
 const MIN_PLACES: u64 = 16;
-/// Connections that can wait with their handshake, beside one for each rank.
+/// Sockets that can wait with their handshake, beside one for each rank.
 pub(crate) const SPARE_PLACES: u64 = 64;
 
 /// Reserves the descriptors for `world_size` ranks: raises the soft limit, up to the hard limit.
@@ -47,6 +49,36 @@ pub(crate) fn reserve(world_size: usize) -> Result<usize, RendezvousError> {
     }
 
     Ok((limit - used).min(ranks + SPARE_PLACES) as usize)
+}
+
+/// The sockets of this process's worlds, also those that have ended.
+static SOCKETS: Mutex<Vec<Socket>> = Mutex::new(Vec::new());
+
+/// A socket by its descriptor and its inode. Later files can have the same descriptor, but not both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Socket {
+    /// The descriptor.
+    pub fd: RawFd,
+    /// The inode that `fstat` returns.
+    pub inode: u64,
+}
+
+/// The sockets of this process to the coordinator and, of rank 0, to the other ranks.
+///
+/// The end of a process is noticed by the end of its connections, which a child that it has forked
+/// keeps open. The child must close each descriptor that still has its inode.
+pub fn sockets() -> Vec<Socket> {
+    SOCKETS.lock().clone()
+}
+
+/// Adds a socket to [`sockets`].
+pub(crate) fn add_socket(socket: impl AsFd) {
+    // Without its inode it cannot be told from a later file.
+    if let Ok(stat) = rustix::fs::fstat(&socket) {
+        let fd = socket.as_fd().as_raw_fd();
+        let inode = stat.st_ino;
+        SOCKETS.lock().push(Socket { fd, inode });
+    }
 }
 
 /// The descriptors that are open now.

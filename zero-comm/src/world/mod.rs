@@ -40,5 +40,6 @@ mod tests;
 pub(crate) mod watcher;
 mod wire;
 
+pub use descriptors::{Socket, sockets};
 pub use error::{LaunchError, RendezvousError};
 pub use ranks::{Launcher, Ranks, Token};

@@ -13,12 +13,11 @@ use std::time::{Duration, Instant};
 use rustix::net::sockopt::ipv6_v6only;
 use zero_alloc::TimeLimit;
 
-use super::Ranks;
 use super::frames::frame;
 use super::handshake::{Hello, Key, MAX_HELLO_BYTES};
 use super::message::Message;
-use super::server;
 use super::wire::{Incoming, prepare};
+use super::{Ranks, descriptors, server};
 use crate::{CommError, RendezvousError};
 
 #[cfg(all(test, not(miri)))] // Miri has no sockets.
@@ -344,6 +343,8 @@ impl Client<'_> {
         loop {
             match incoming.next(self.time.slice()).map_err(ended)? {
                 Some(Message::Welcome { id, report_every }) => {
+                    descriptors::add_socket(&stream);
+                    descriptors::add_socket(&incoming);
                     return Ok(Joined {
                         id,
                         report_every,

@@ -408,6 +408,7 @@ impl Server {
         }
         let silence = TimeLimit::new(silence_limit(self.options.limit));
         let (Stranger { stream, input, .. }, output) = (stranger, Output::default());
+        descriptors::add_socket(&stream);
 
         let peer = Peer {
             stream,

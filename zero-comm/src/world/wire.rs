@@ -3,6 +3,7 @@
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -177,6 +178,12 @@ pub(crate) fn send<T: Serialize>(mut stream: &TcpStream, messages: &[T]) -> io::
 pub(crate) struct Incoming {
     stream: TcpStream,
     input: Input,
+}
+
+impl AsFd for Incoming {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
 }
 
 impl Incoming {

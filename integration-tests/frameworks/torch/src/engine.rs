@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use zero_alloc::Pool;
@@ -16,8 +16,9 @@ use zero_optim::framework::{Builder, FrameworkError, HeldUnit, Rank, Step, Zero}
 use zero_optim::{GroupRules, OptimizerConfig};
 use zero_shard::ZeroStage;
 
+use crate::detached::detached;
 use crate::storages::{Owner, Storages, Tensors};
-use crate::world::World;
+use crate::world::{Process, World};
 use crate::{Host, failed};
 
 /// Elements of a bucket: shared memory moves far fewer at a time.
@@ -37,6 +38,7 @@ struct Run {
     // Dropped before the run: they are of its step.
     held: HashMap<String, HeldUnit<Host>>,
     zero: Zero<Host>,
+    comm: Arc<dyn Communicator<Host>>,
 }
 
 impl Run {
@@ -60,7 +62,18 @@ impl Run {
 
 /// One rank of a run.
 #[pyclass(frozen)]
-pub(crate) struct Engine(Mutex<Option<Run>>);
+pub(crate) struct Engine {
+    run: Mutex<Option<Run>>,
+    process: Process,
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if !self.process.is_this() {
+            std::mem::forget(self.run.get_mut().take());
+        }
+    }
+}
 
 /// A parameter: full name, unit, shape, position of its group.
 type Param = (String, String, Vec<u64>, usize);
@@ -75,9 +88,23 @@ impl Engine {
         py: Python<'_>,
         call: impl FnOnce(&mut Run) -> PyResult<R> + Send,
     ) -> PyResult<R> {
-        py.detach(|| {
-            let mut run = self.0.lock();
-            call(run.as_mut().ok_or_else(|| failed("the engine is closed"))?)
+        if !self.process.is_this() {
+            return Err(failed(
+                "the engine belongs to the process that made it, and not to a fork of that",
+            ));
+        }
+        let closed = || failed("the engine is closed");
+        let comm = self.lock()?.as_ref().map(|run| Arc::clone(&run.comm));
+        detached(py, Some(comm.ok_or_else(closed)?), || {
+            let mut run = self.lock()?;
+            call(run.as_mut().ok_or_else(closed)?)
+        })
+    }
+
+    /// The run. A handler of a signal that calls the engine may interrupt a call of this thread.
+    fn lock(&self) -> PyResult<MutexGuard<'_, Option<Run>>> {
+        self.run.try_lock().ok_or_else(|| {
+            failed("the engine is in another call, of a thread or below a signal's handler")
         })
     }
 }
@@ -137,8 +164,9 @@ impl Engine {
     ) -> PyResult<Self> {
         let dtypes = (dtype_of(dtype)?, reduce_dtype.map(dtype_of).transpose()?);
         let limit = Duration::try_from_secs_f64(limit_seconds).map_err(failed)?;
-        let comm = Arc::clone(&world.comm);
-        let zero = py.detach(|| {
+        let comm = world.comm()?;
+        let of_rank = Arc::clone(&comm);
+        let zero = detached(py, Some(Arc::clone(&comm)), || {
             let rules = groups.iter().map(|(lr_scale, decay, is_trained)| {
                 let rules = GroupRules::default().lr_scale(*lr_scale);
                 rules.trainable(*is_trained).weight_decay(*decay)
@@ -151,7 +179,7 @@ impl Engine {
             let unit_of = params.iter().map(|(name, unit, ..)| (&**name, &**unit));
             let unit_of: HashMap<&str, &str> = unit_of.collect();
 
-            let builder = builder(comm, stage, dtypes, optimizer, micro_batches, limit)?;
+            let builder = builder(of_rank, stage, dtypes, optimizer, micro_batches, limit)?;
             let units = params
                 .iter()
                 .map(|(name, unit, shape, _)| (name, unit, shape));
@@ -174,7 +202,10 @@ impl Engine {
             }
         })?;
         let held = HashMap::new();
-        Ok(Self(Mutex::new(Some(Run { held, zero }))))
+        Ok(Self {
+            run: Mutex::new(Some(Run { held, zero, comm })),
+            process: Process::this(),
+        })
     }
 
     /// The units: name, elements with padding, and the parameters in it with their first elements.
@@ -325,8 +356,20 @@ impl Engine {
         self.with(py, |run| Ok(run.zero.rank().pool().report().to_string()))
     }
 
-    /// Ends the run; a step that is open ends it on all ranks.
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| drop(self.0.lock().take()));
+    /// Ends the run; if a step is open, on all ranks, with this rank's name and `reason`.
+    fn close(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        if !self.process.is_this() {
+            return Ok(());
+        }
+        py.detach(|| {
+            let Some(mut run) = self.lock()?.take() else {
+                return Ok(());
+            };
+            if let Some(mut step) = run.zero.open_step() {
+                step.fail(reason);
+                step.pause();
+            }
+            Ok(())
+        })
     }
 }

@@ -3,12 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use zero_alloc::host::HostDevice;
 use zero_comm::processes::ProcessComm;
 use zero_comm::world::Ranks;
 use zero_comm::{CommOptions, Communicator, Solo};
 
+use crate::detached::detached;
 use crate::{Host, failed};
 
 /// The communicator of this process, by the launcher's variables; a world of one without them.
@@ -21,10 +23,46 @@ fn connect(limit: Duration) -> PyResult<Arc<dyn Communicator<Host>>> {
     Ok(Arc::new(comm.map_err(failed)?))
 }
 
+/// The process that has joined. A fork of it has none of the threads, so it drops nothing that waits
+/// for them.
+#[derive(Clone, Copy)]
+pub(crate) struct Process(u32);
+
+impl Process {
+    pub(crate) fn this() -> Self {
+        Self(std::process::id())
+    }
+
+    pub(crate) fn is_this(self) -> bool {
+        self.0 == std::process::id()
+    }
+}
+
 /// The ranks of this job. A process joins them once; engines share it.
 #[pyclass(frozen)]
 pub(crate) struct World {
-    pub(crate) comm: Arc<dyn Communicator<Host>>,
+    comm: Mutex<Option<Arc<dyn Communicator<Host>>>>,
+    process: Process,
+}
+
+impl World {
+    pub(crate) fn comm(&self) -> PyResult<Arc<dyn Communicator<Host>>> {
+        if !self.process.is_this() {
+            return Err(failed(
+                "a fork of a rank is no rank: call initialize in the process that a launcher started",
+            ));
+        }
+        let comm = self.comm.lock().clone();
+        comm.ok_or_else(|| failed("this process has left the ranks"))
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if !self.process.is_this() {
+            std::mem::forget(self.comm.get_mut().take());
+        }
+    }
 }
 
 #[pymethods]
@@ -32,27 +70,47 @@ impl World {
     #[new]
     fn new(py: Python<'_>, limit_seconds: f64) -> PyResult<Self> {
         let limit = Duration::try_from_secs_f64(limit_seconds).map_err(failed)?;
-        let comm = py.detach(|| connect(limit))?;
-        Ok(Self { comm })
+        let comm = detached(py, None, || connect(limit))?;
+        let process = Process::this();
+        Ok(Self {
+            comm: Mutex::new(Some(comm)),
+            process,
+        })
     }
 
     #[getter]
-    fn rank(&self) -> usize {
-        self.comm.rank()
+    fn rank(&self) -> PyResult<usize> {
+        Ok(self.comm()?.rank())
     }
 
     #[getter]
-    fn world_size(&self) -> usize {
-        self.comm.world_size()
+    fn world_size(&self) -> PyResult<usize> {
+        Ok(self.comm()?.world_size())
     }
 
     /// Bytes that this rank has sent.
-    fn sent_bytes(&self) -> u64 {
-        self.comm.traffic().total_bytes()
+    fn sent_bytes(&self) -> PyResult<u64> {
+        Ok(self.comm()?.traffic().total_bytes())
+    }
+
+    /// Leaves the ranks, once no engine is open.
+    fn leave(&self, py: Python<'_>) {
+        if self.process.is_this() {
+            py.detach(|| drop(self.comm.lock().take()));
+        }
+    }
+
+    /// The sockets that a fork of this process must close: descriptors and inodes.
+    #[staticmethod]
+    fn sockets() -> Vec<(i32, u64)> {
+        let sockets = zero_comm::world::sockets().into_iter();
+        sockets.map(|socket| (socket.fd, socket.inode)).collect()
     }
 
     /// Ends all ranks with this rank's name and `reason`.
-    fn abort(&self, py: Python<'_>, reason: &str) {
-        py.detach(|| self.comm.abort(reason));
+    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        let comm = self.comm()?;
+        py.detach(|| comm.abort(reason));
+        Ok(())
     }
 }

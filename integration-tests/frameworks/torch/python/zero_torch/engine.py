@@ -1,6 +1,7 @@
 """DeepSpeed's engine on zero_optim::framework."""
 
 import json
+import math
 import os
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from .config import Config, ConfigError
 from .groups import Groups, ZeroOptimizer, ZeroScheduler
 from .sharded import Sharded
-from .world import LIMIT, world
+from .world import LIMIT, log, world
 
 
 class Engine(nn.Module):
@@ -29,6 +30,8 @@ class Engine(nn.Module):
         self.lr_scheduler = ZeroScheduler(self) if config.scheduler else None
         self.micro_steps, self.global_steps, self.skipped_steps = 0, 0, 0
         self._loss, self._outcome = None, None
+        elems = sum(math.prod(shape) for shape in self._sharded.shapes().values())
+        log.info("stage %d, %d ranks, %d parameters, %s", config.stage, self.world_size, elems, config.dtype)
         # The rules of groups that the engine has.
         self._rules = [rules[:2] for rules in groups.settings[:-1]]
 
@@ -131,7 +134,7 @@ class Engine(nn.Module):
 
     def destroy(self):
         """Ends the run on this rank."""
-        self._sharded.native.close()
+        self._sharded.close()
 
 
 def initialize(

@@ -2,8 +2,8 @@
 
 Stages 0 to 2: parameters are views of the engine's memory.
 
-Stage 3: a unit has one flat tensor, whose storage is empty while the unit is not whole. Parameters are views of it all the time, of a class that
-refuses reads while it is empty. Hooks of modules make a unit whole before forward and before backward, and release it behind both. Views that
+Stage 3: a unit has one flat tensor, whose storage is empty while the unit is not whole. Parameters are views of it all the time, and
+torch refuses reads while it is empty. Hooks of modules make a unit whole before forward and before backward, and release it behind both. Views that
 autograd has saved see the values again, since they share the storage.
 
 A use is one call of a block in forward. Its backward begins when one of its outputs has a gradient, and has passed when its inputs have theirs. A
@@ -16,12 +16,38 @@ import weakref
 import torch
 
 from . import _native
-from .units import DTYPES, NAMES, ROOT, Released, replaced, tensors, units_of, view
+from .units import DTYPES, NAMES, ROOT, replaced, tensors, units_of, view
+from .world import end
 
 
 def allocate(size):
     tensor = torch.empty(size, dtype=torch.uint8)
     return tensor, tensor.data_ptr()
+
+
+CLOSED = "the engine of this parameter is closed; read values before, by engine.consolidated_state_dict or a checkpoint"
+
+
+def refuse(storage, message):
+    """Accesses to the storage, by any view of it, are errors with `message`: a released one would be a null pointer."""
+    # torch before 2.15 has no such check.
+    if hasattr(torch._C, "_set_storage_data_ptr_access_error_msg"):
+        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
+def admit(storage):
+    if hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):
+        torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
+
+
+def close(native, handles, params):
+    """Ends the run, and takes hooks and memory back."""
+    for handle in handles:
+        handle.remove()
+    for param in params:
+        refuse(param.untyped_storage(), CLOSED)
+        param.data = torch.empty(0, dtype=param.dtype)
+    end(native)
 
 
 class Sharded:
@@ -44,8 +70,10 @@ class Sharded:
             world, config.stage, config.dtype, config.reduce_dtype, config.optimizer_json(), config.micro_batches, params, groups.settings,
             init, lambda unit, size: this()._take(unit, size), lambda unit: this() and this()._give(unit), allocate, limit,
         )
+        # What `close` undoes.
+        self._handles = []
         # Also at the end of the interpreter.
-        self._finalizer = weakref.finalize(self, self.native.close)
+        self.close = weakref.finalize(self, close, self.native, self._handles, list(names.values()))
 
         self._lay_out(names)
         for buffer in module.buffers():
@@ -75,32 +103,38 @@ class Sharded:
             for name, start in places:
                 param = names[name]
                 param.data = unit.flat[start:start + param.numel()].view(param.shape)
-                param.zero_name, param.zero_class = name, type(param)
-                param.__class__ = Released
-            unit.flat.untyped_storage().resize_(0)
+            self._empty(unit)
 
     def _take(self, index, size):
         storage = self._by_index[index].flat.untyped_storage()
+        admit(storage)
         storage.resize_(size)
         return storage.data_ptr()
 
     def _give(self, index):
-        self._by_index[index].flat.untyped_storage().resize_(0)
+        self._empty(self._by_index[index])
+
+    @staticmethod
+    def _empty(unit):
+        storage = unit.flat.untyped_storage()
+        admit(storage)
+        storage.resize_(0)
+        refuse(
+            storage,
+            f"a parameter of {unit.name} is released: at stage 3 it has no elements outside of the forward and backward of the block and its "
+            "modules; call the module, or make the weight an attribute of the module that reads it, or read engine.consolidated_state_dict()",
+        )
 
     def _gather(self, unit):
         if self.stage < 3 or unit.is_whole:
             return
         self.native.unshard(unit.name)
         unit.is_whole = True
-        for param in unit.params.values():
-            param.__class__ = param.zero_class
 
     def _release(self, unit):
         if not unit.is_whole:
             return
         unit.is_whole = False
-        for param in unit.params.values():
-            param.__class__ = Released
         self.native.reshard(unit.name)
 
     def _release_if_done(self, unit):
@@ -110,10 +144,12 @@ class Sharded:
     # ---- hooks
 
     def _add_hooks(self):
+        # Hooks do not keep this.
+        self, handles = weakref.proxy(self), self._handles
         for name, param in self.trained:
-            param.register_post_accumulate_grad_hook(lambda param, name=name: self._take_grad(name, param))
-        self.module.register_forward_pre_hook(lambda module, args: self._before_root(), prepend=True)
-        self.module.register_forward_hook(lambda module, args, out: self._after_root(), always_call=True)
+            handles.append(param.register_post_accumulate_grad_hook(lambda param, name=name: self._take_grad(name, param)))
+        handles.append(self.module.register_forward_pre_hook(lambda module, args: self._before_root(), prepend=True))
+        handles.append(self.module.register_forward_hook(lambda module, args, out: self._after_root(), always_call=True))
         if self.stage < 3:
             return
         for unit in self._units.values():
@@ -123,12 +159,12 @@ class Sharded:
             for module in unit.module.modules():
                 # Programs may call a part of a block without the block.
                 if module is unit.module or any(id(param) in own for param in module.parameters()):
-                    module.register_forward_pre_hook(
+                    handles.append(module.register_forward_pre_hook(
                         lambda module, args, kwargs, unit=unit: self._before_module(unit, module, args, kwargs), prepend=True, with_kwargs=True
-                    )
-                    module.register_forward_hook(
+                    ))
+                    handles.append(module.register_forward_hook(
                         lambda module, args, out, unit=unit: self._after_module(unit, module, out), always_call=True
-                    )
+                    ))
 
     def _before_root(self):
         if not self.is_open:
@@ -236,10 +272,12 @@ class Sharded:
         if self.is_open:
             raise RuntimeError(f"engine.{call} within a step: call it behind engine.step at a boundary of gradient accumulation")
 
+    def shapes(self):
+        return {name: param.shape for unit in self._units.values() for name, param in unit.params.items()}
+
     def state_dict(self, dtype):
         """The whole parameters, and the buffers, on every rank."""
-        shapes = {name: param.shape for unit in self._units.values() for name, param in unit.params.items()}
-        state = {}
+        shapes, state = self.shapes(), {}
 
         def take(name, at, elems):
             state[name] = view(at, elems, torch.float32).view(shapes[name]).to(dtype, copy=True)

@@ -66,35 +66,6 @@ def blocks(model):
     return found
 
 
-class Released(nn.Parameter):
-    """A parameter whose unit is not whole: it has a shape, but no elements. Reading its memory would end the process."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        attribute = getattr(getattr(func, "__self__", None), "__name__", None) if func.__name__ in ("__get__", "__set__") else func.__name__
-        if attribute in HAS_ELEMENTS or (attribute == func.__name__ and attribute not in WITHOUT_ELEMENTS):
-            names = [arg.zero_name for arg in args if isinstance(arg, Released)]
-            raise RuntimeError(
-                f"{attribute} of {names[0] if names else 'a parameter'}: at stage 3 a parameter of a block has no elements outside of the forward of "
-                "the block and its modules; call the module, or make the weight an attribute of the module that reads it, or read "
-                "engine.consolidated_state_dict()"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def __repr__(self, **_options):
-        return f"Released({self.zero_name}, {tuple(self.shape)}, {self.dtype})"
-
-
-# Attributes that are views, and functions that read no elements.
-HAS_ELEMENTS = {"data", "T", "mT", "H", "mH", "real", "imag"}
-WITHOUT_ELEMENTS = {
-    "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device",
-    "storage_offset", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__", "is_same_size",
-    "has_names", "is_tensor", "is_storage", "type",
-}
-
-
 class Unit:
     """A block, or the root: all that is in no block, or in several."""
 

@@ -1,16 +1,54 @@
 """The ranks of the job."""
 
+import atexit
+import logging
+import os
+import sys
+import traceback
+
 from . import _native
 
 # Of a wait for another rank, in seconds.
 LIMIT = 600.0
 
-_world = None
+# Lines of rank 0 alone.
+log = logging.getLogger("zero_torch")
+log.addFilter(lambda record: _rank == 0)
+
+_world, _rank = None, 0
+# The descriptors and inodes of the ranks' connections.
+_sockets = []
 
 
 def world():
     """The ranks of the job, which this process joins once."""
-    global _world
+    global _world, _rank
     if _world is None:
         _world = _native.World(LIMIT)
+        _rank = _world.rank
+        _sockets.extend(_native.World.sockets())
+        # Behind the ends of engines, which come later.
+        atexit.register(_world.leave)
     return _world
+
+
+def _close_in_fork():
+    """Closes the connections in a worker: while it has them, the others would not notice that its parent has been killed."""
+    for fd, inode in _sockets:
+        try:
+            if os.fstat(fd).st_ino == inode:
+                os.close(fd)
+        except OSError:
+            # Closed since.
+            pass
+    _sockets.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+def end(native):
+    """Ends an engine. If a step is open, all ranks end with the reason."""
+    # The error that is handled, or that has ended the program.
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    native.close(traceback.format_exception_only(error)[-1].strip() if error else "it exits, or drops its engine, within a step")
