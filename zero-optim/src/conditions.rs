@@ -21,7 +21,7 @@ pub enum ParamKind {
     Linear,
 }
 
-/// The kind of a tensor by its name, for those groups that ask for it.
+/// Returns the kind of a tensor from its name.
 pub type KindOf = fn(&str) -> ParamKind;
 
 /// Conditions on tensors, and the rules of the tensors that meet all of them. A rule that is `None`

@@ -1,4 +1,4 @@
-//! Where a kind of state is kept: a tier, with the folder of a scratch file.
+//! The place of a kind of state: a tier, with the folder of a scratch file.
 
 use std::fmt;
 use std::path::PathBuf;
