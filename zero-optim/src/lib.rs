@@ -4,6 +4,7 @@ mod agreement;
 mod builder;
 #[cfg(feature = "ckpt")]
 mod checkpoint;
+mod conditions;
 mod controller;
 mod device_steps;
 mod error;
@@ -26,6 +27,7 @@ pub use agreement::{AgreementError, RankSettings, agree};
 pub use builder::OptimizerBuilder;
 #[cfg(feature = "ckpt")]
 pub use checkpoint::{CheckpointError, RankParams};
+pub use conditions::{KindOf, ParamGroup, ParamKind};
 pub use controller::{
     Divisor, OptimizerConfig, Overflow, Progress, ReducedFlags, StepController, StepOutcome,
 };

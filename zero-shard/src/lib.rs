@@ -34,6 +34,7 @@ mod checked;
 mod error;
 mod footprint;
 mod groups;
+mod home;
 mod index;
 mod joined;
 mod layout;
@@ -49,6 +50,7 @@ pub use activations::{ActivationBytes, ActivationOptions, TransformerShape};
 pub use bucket::{BucketPiece, bucket_pieces};
 pub use error::ShardError;
 pub use footprint::{Footprint, MemoryModel, Placement, Tier, TierBytes, largest};
+pub use home::Home;
 pub use joined::joined_units;
 pub use layout::{
     Layout, LayoutOptions, LayoutSpec, ParamId, ParamPlacement, ParamSpec, Tie, UnitLayout,

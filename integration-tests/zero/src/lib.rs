@@ -5,8 +5,8 @@
 //!  |      |
 //!  memory |               what a rank needs, and what this machine has
 //!    settings             the settings of a run: flags, configuration, run.json
-//!      config  workload   DeepSpeed's file; a model and its data for the trainer
-//!               codec     a prompt's text to tokens and back; data is of the crate zero-data
+//!            workload     a model and its data for the trainer; DeepSpeed's file is of the crate zero-config
+//!            codec        a prompt's text to tokens and back; data is of the crate zero-data
 //! launcher                one process a rank
 //! flags  output  error    shared by all
 //! ```
@@ -16,7 +16,6 @@ mod error;
 
 pub mod ckpt;
 mod codec;
-mod config;
 mod flags;
 pub mod generate;
 pub mod inspect;

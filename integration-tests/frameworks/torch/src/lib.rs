@@ -5,6 +5,7 @@
 //! torch's: gradients with the tensor as their owner, and at stage 3 the storages that units are
 //! gathered into, which torch makes and empties when a unit is used and released.
 
+mod config;
 mod detached;
 mod engine;
 mod storages;
@@ -24,6 +25,7 @@ fn failed(error: impl Display) -> PyErr {
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(config::read_config, module)?)?;
     module.add_class::<world::World>()?;
     module.add_class::<engine::Engine>()
 }

@@ -1,5 +1,7 @@
 """What programs do besides plain steps, beside plain PyTorch: torchrun --nproc-per-node N tests/features.py STAGE [NAME...]"""
 
+import json
+import os
 import sys
 import tempfile
 import traceback
@@ -8,6 +10,7 @@ import torch
 import zero_torch as deepspeed
 from programs import ROWS, loss_of, make, reference, rows_of
 from torch import nn
+from zero_torch.config import Config
 
 STAGE, ONLY = int(sys.argv[1]), sys.argv[2:]
 STEPS = 5
@@ -17,6 +20,8 @@ torch.set_num_threads(1)
 def config_of(**more):
     return {
         "train_batch_size": ROWS,
+        # DeepSpeed's default is 1.
+        "gradient_clipping": 0,
         "zero_optimization": {"stage": STAGE},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
         **more,
@@ -259,12 +264,23 @@ def errors_in_forward():
 
 
 def wrong_settings():
+    """The messages of `zero train --config`, and what this engine does not have."""
     for config, text in [
-        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "is not train_micro_batch_size_per_gpu"),
-        ({"train_batch_size": ROWS, "zero_optimization": {"stage": 4}}, "expected 0 to 3"),
-        ({"train_batch_size": ROWS, "tensorboard": {}}, "tensorboard: this engine does not have it"),
-        ({"train_batch_size": "auto"}, '"auto"'),
-        ({"train_batch_size": ROWS, "optimizer": {"type": "Lion"}}, "Adam and AdamW"),
+        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "train_batch_size 7 is not micro-batch 2 x accumulation any x"),
+        ({"gradient_clipping": 0}, "train_batch_size is missing: set it, or train_micro_batch_size_per_gpu"),
+        (config_of(zero_optimization={"stage": 4}), 'zero_optimization.stage is 4; expected 0, 1, 2, 3 or "auto"'),
+        (config_of(zero_optimization={"stag": 1}), "unknown key zero_optimization.stag, which DeepSpeed rejects, too"),
+        (config_of(tensorboard={"enabled": True}), "zero_torch does not have tensorboard: set enabled to false"),
+        (config_of(wandb={"enabled": True}), "zero_torch does not have wandb: set enabled to false"),
+        (config_of(zero_optimization={"offload_param": {"device": "cpu"}}), "does not have zero_optimization.offload_param: remove it"),
+        (config_of(sequence_parallel_size=2), "does not have sequence_parallel_size: remove it"),
+        (config_of(param_groups=[]), "does not have param_groups: pass groups as model_parameters"),
+        (config_of(autotuning={"enabled": True}), "does not have autotuning"),
+        ({"train_batch_size": "auto"}, 'train_batch_size is "auto", which a trainer around the engine replaces: set a value'),
+        (config_of(optimizer={"type": "Lion"}), 'optimizer.type "Lion" is not supported'),
+        (config_of(bf16={"enabled": True}, fp16={"enabled": True}), "fp16.enabled and bf16.enabled conflict"),
+        (config_of(seed=torch.float32), "not JSON serializable"),
+        ([], "expected a file or a dict"),
     ]:
         try:
             deepspeed.initialize(model=make("gpt2"), config=config)
@@ -274,9 +290,43 @@ def wrong_settings():
             raise AssertionError(f"{config} was accepted")
 
 
+def settings():
+    """DeepSpeed's defaults; a file with comments; what is ignored."""
+    config = Config({"train_batch_size": ROWS, "optimizer": {"type": "AdamW"}}, 2)
+    sizes = config.batch_size, config.micro_batch_size, config.micro_batches
+    assert sizes == (ROWS, ROWS // 2, 1) and config.stage == 0 and config.dtype == "fp32"
+    assert (config.clip, config.lr, config.betas, config.eps, config.weight_decay) == (1.0, 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    assert config.decoupled and config.bias_correction and config.scheduler is None and config.reduce_dtype is None
+    assert Config(config_of(optimizer={"type": "Adam", "params": {"adam_w_mode": False}}), 1).decoupled is False
+
+    text = """{
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, // 2 ranks
+        "fp16": {"enabled": true, "initial_scale_power": 8}, "communication_data_type": "fp32",
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "flops_profiler": {"enabled": true}, "seed": 1,
+    }"""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "ds_config.json")
+        with open(path, "w") as file:
+            file.write(text)
+        config = Config(path, 2)
+        assert config.batch_size == 16 and config.dtype == "fp16" and config.reduce_dtype == "fp32"
+        assert config.warnings == ["flops_profiler is ignored", "unknown key seed is ignored"], config.warnings
+        made = json.loads(config.optimizer_json())
+        assert made["schedule"]["type"] == "WarmupLR" and made["loss_scaling"]["dynamic"]["initial_scale_power"] == 8
+        with open(path, "a") as file:
+            file.write("}")
+        try:
+            Config(path, 2)
+        except deepspeed.ConfigError as error:
+            assert str(error).startswith(f"{path}: not a JSON object: trailing characters"), error
+        else:
+            raise AssertionError("a file with a brace too many was accepted")
+
+
 FEATURES = [
     frozen, adapters, unused, groups, shared_by_blocks, two_backwards, retained_graph, schedulers, generation, checkpoints,
-    released_parameters, errors_in_forward, wrong_settings,
+    released_parameters, errors_in_forward, wrong_settings, settings,
 ]
 failed = []
 for feature in FEATURES:

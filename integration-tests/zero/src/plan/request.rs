@@ -10,7 +10,6 @@ use zero_shard::{
 };
 
 use super::args::{Architecture, PlanArgs};
-use crate::config::{DsConfig, ZeroOptimization};
 use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_config};
 use crate::settings::args::{Collectives, TrainArgs};
@@ -19,6 +18,7 @@ use crate::settings::mesh;
 use crate::settings::offload::{self, Offloaded};
 use crate::settings::record::RunRecord;
 use crate::settings::sources::{Sources, of_file};
+use zero_config::{DsConfig, ZeroOptimization};
 use zero_models::ModelConfig;
 use zero_models::ModelOptions;
 use zero_models::gpt2::config::GptConfig;

@@ -5,7 +5,7 @@ use zero_alloc::device::DType;
 
 use super::record::RunRecord;
 use super::{schedule, table};
-use crate::config::{DsConfig, ZeroOptimization, canonical};
+use zero_config::{DsConfig, ZeroOptimization, canonical};
 
 /// The keys with `"auto"`, in the order of the file, and their values in the run of `record`, whose
 /// model has `hidden` channels.

@@ -1,8 +1,8 @@
 //! Settings of the batch.
 
 use super::sources::Sources;
-use crate::config::{Batch, BatchKeys};
 use crate::error::CliError;
+use zero_config::{Batch, BatchKeys};
 
 /// Sequences per micro-batch and rank by default.
 const DEFAULT_MICRO_BATCH: usize = 4;

@@ -6,8 +6,8 @@ use zero_trainer::{AT_STAGE_3, OffloadSettings, Settings};
 
 use super::offload::{self, MIN_SUB_GROUP_ELEMS};
 use super::sources::{Conditions, Sources};
-use crate::config::ZeroOptimization;
 use crate::error::CliError;
+use zero_config::ZeroOptimization;
 
 /// Default elements of a gradient bucket on the host: 2 MiB in fp32. On GPUs a bucket has room for
 /// the largest unit.

@@ -344,10 +344,10 @@ fn refusal(mesh: &MeshSettings, ranks: u64, stage: ZeroStage) -> Option<String> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::DsConfig;
     use crate::settings::args::parsed;
     use crate::settings::sources::of_file;
     use ZeroStage::{One, Three, Two, Zero};
+    use zero_config::DsConfig;
 
     /// The groups of a run with these flags, which resumes one that had those of `recorded`, and its
     /// notes.

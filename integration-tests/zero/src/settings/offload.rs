@@ -9,8 +9,8 @@ use zero_shard::ZeroStage;
 
 use super::args::OffloadArgs;
 use super::row::Row;
-use crate::config::DsConfig;
 use crate::error::CliError;
+use zero_config::DsConfig;
 use zero_optim::{Masters, Moments};
 use zero_trainer::{Home, OffloadSettings};
 

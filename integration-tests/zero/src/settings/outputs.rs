@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{DsConfig, MonitorFolder};
 use crate::paths::absolute;
+use zero_config::{DsConfig, MonitorFolder};
 
 /// The table that `csv_monitor` of a configuration writes in its folder.
 const CSV_TABLE: &str = "steps.csv";

@@ -13,9 +13,9 @@ use super::mesh::{self, Shares};
 use super::offload::{self, Offloaded};
 use super::optimizer;
 use super::sources::{Conditions, RunSources};
-use crate::config::{DsConfig, ZeroOptimization};
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
+use zero_config::{DsConfig, ZeroOptimization};
 
 /// The numbers of the run that the settings depend on.
 #[derive(Clone, Copy, Debug)]

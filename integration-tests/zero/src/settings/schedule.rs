@@ -7,8 +7,8 @@ use zero_optim::{Decay, DecayCurve, LrSchedule};
 
 use super::args::{ScheduleFlag, TrainArgs};
 use super::sources::RunSources;
-use crate::config::DsConfig;
 use crate::error::CliError;
+use zero_config::DsConfig;
 
 /// The schedule of a run at learning rate `lr`.
 pub(crate) fn schedule(

@@ -9,9 +9,9 @@ use super::args::{MeshArgs, TrainArgs, Unflagged};
 use super::offload::MIN_SUB_GROUP_ELEMS;
 use super::record::RunRecord;
 use super::stage_choice::StageChoice;
-use crate::config::{DsConfig, ZeroOptimization};
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
+use zero_config::{DsConfig, ZeroOptimization};
 
 /// The properties of a run that decide which settings it can follow.
 #[derive(Clone, Copy, Debug)]

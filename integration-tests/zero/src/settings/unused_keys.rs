@@ -2,7 +2,7 @@
 
 use zero_shard::ZeroStage;
 
-use crate::config::{DsConfig, ZeroOptimization};
+use zero_config::{DsConfig, ZeroOptimization};
 use zero_trainer::Home;
 
 /// One line for each key whose value differs from what `zero train` does, whose ranks cut the

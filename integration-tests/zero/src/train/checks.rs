@@ -1,10 +1,10 @@
 //! Checks of flags and configuration before anything else is read.
 
 use super::launched::launched_ranks;
-use crate::config::DsConfig;
 use crate::error::CliError;
 use crate::flags::check_positive;
 use crate::settings::args::TrainArgs;
+use zero_config::DsConfig;
 
 /// The highest number of threads of one process, those of all its ranks: each has a stack, and more
 /// than a few for each core only wait.

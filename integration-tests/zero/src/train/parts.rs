@@ -15,7 +15,6 @@ use super::choices::{ChosenData, ChosenModel};
 use super::launched::node_ranks;
 use super::resume::Resumed;
 use super::save_folder;
-use crate::config::{Batch, DsConfig};
 use crate::error::CliError;
 use crate::flags::check_seq_len;
 use crate::model_files;
@@ -37,6 +36,7 @@ use crate::settings::samples::{self, Samples};
 use crate::settings::sources::{Conditions, RunSources, Sources};
 use crate::settings::validation::{self, BatchRows, ValidationRecord};
 use crate::settings::{autos, unused_keys};
+use zero_config::{Batch, DsConfig};
 
 /// The GPU of a rank.
 #[derive(Clone, Debug)]

@@ -16,7 +16,6 @@ use super::parts::{self, Gpu, RunParts};
 use super::resume::Resumed;
 use super::room::{self, Saves};
 use super::{auto_stage, checks, event_files, line_file, report_folder, save_folder};
-use crate::config::DsConfig;
 use crate::error::CliError;
 use crate::memory::{self, RunMemory};
 use crate::paths::absolute;
@@ -28,6 +27,7 @@ use crate::settings::record::{RUN_JSON, RunRecord};
 use crate::settings::samples::Samples;
 use crate::settings::sources::RunSources;
 use crate::workload::{ModelWorkload, Weights};
+use zero_config::DsConfig;
 
 /// The settings of a run that is ready to start.
 pub(crate) struct RunSetup {

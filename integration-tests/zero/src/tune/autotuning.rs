@@ -10,13 +10,13 @@ use super::measured_tune::shell_line;
 use super::merge::merged;
 use super::outcome::TrialSteps;
 use super::{TuneArgs, measured, measured_table};
-use crate::config::{Autotuning, BatchKeys, DsConfig};
 use crate::error::CliError;
 use crate::flags::{DTypeFlag, check_seq_len, find_model};
 use crate::output::{print_note, print_text};
 use crate::settings::args::TrainArgs;
 use crate::settings::batch::default_seq_len;
 use crate::train::launched::launched_ranks;
+use zero_config::{Autotuning, BatchKeys, DsConfig};
 
 /// The configuration of the best, as DeepSpeed names it.
 const OPTIMAL: &str = "ds_config_optimal";

@@ -67,10 +67,10 @@ fn merged_zero(user: &Map<String, Value>, choice: &Map<String, Value>) -> Map<St
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::DsConfig;
     use crate::settings::args::Collectives;
     use crate::tune::UnitSizes;
     use crate::tune::candidate::{Candidate, Groups, Offload};
+    use zero_config::DsConfig;
 
     fn choice(candidate: Candidate) -> Choice {
         Choice {

@@ -13,11 +13,11 @@ use super::monitors::{self, Monitors};
 use super::optimizer::{self, DsOptimizer};
 use super::zero::{self, ZeroOptimization};
 use super::{BatchKeys, ConfigFileError, json, precision};
-use zero_trainer::param_groups::ParamGroup;
+use zero_optim::ParamGroup;
 
 /// A DeepSpeed configuration. Missing keys have DeepSpeed's defaults.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct DsConfig {
+pub struct DsConfig {
     /// The three batch sizes.
     pub batch: BatchKeys,
     /// `sequence_parallel_size`: ranks that share each sequence.
@@ -65,7 +65,7 @@ pub(crate) struct DsConfig {
 
 /// `activation_checkpointing`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct ActivationCheckpointing {
+pub struct ActivationCheckpointing {
     /// Whether to shard the kept inputs over the ranks.
     pub partition_activations: bool,
     /// Whether to keep them in host memory.
@@ -74,7 +74,7 @@ pub(crate) struct ActivationCheckpointing {
 
 /// `aio`. `None` lets the program choose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Aio {
+pub struct Aio {
     /// Requests in flight to a file.
     pub queue_depth: Option<u64>,
     /// Bytes of one request: a multiple of 4096.
@@ -139,7 +139,7 @@ impl DsConfig {
     ///
     /// # Errors
     /// The file cannot be read, or an error of [`parse`](Self::parse), with the path.
-    pub(crate) fn open(path: &Path) -> Result<Self, ConfigFileError> {
+    pub fn open(path: &Path) -> Result<Self, ConfigFileError> {
         Self::parse(&read(path)?).map_err(|source| ConfigFileError::In {
             path: path.to_owned(),
             source: Box::new(source),
@@ -150,7 +150,7 @@ impl DsConfig {
     ///
     /// # Errors
     /// The file cannot be read, or is no JSON object.
-    pub(crate) fn document(path: &Path) -> Result<Value, ConfigFileError> {
+    pub fn document(path: &Path) -> Result<Value, ConfigFileError> {
         json::parse(&read(path)?).map(Value::Object)
     }
 
@@ -159,7 +159,7 @@ impl DsConfig {
     /// # Errors
     /// Invalid JSON, a key that DeepSpeed rejects, a value of the wrong type, or an unsupported
     /// setting that would change the results.
-    pub(crate) fn parse(text: &str) -> Result<Self, ConfigFileError> {
+    pub fn parse(text: &str) -> Result<Self, ConfigFileError> {
         let keys = json::parse(text)?;
         let mut autos = Vec::new();
         list_autos("", &keys, &mut autos);
@@ -211,7 +211,7 @@ impl DsConfig {
     }
 
     /// `zero_optimization` with accelerate's values for `"auto"`, for a model of `hidden` channels.
-    pub(crate) fn zero_for(&self, hidden: u64) -> ZeroOptimization {
+    pub fn zero_for(&self, hidden: u64) -> ZeroOptimization {
         let mut zero = self.zero.clone();
         let auto = |key: &str| self.is_auto(&format!("zero_optimization.{key}"));
         let square = hidden.saturating_mul(hidden);
@@ -228,7 +228,7 @@ impl DsConfig {
     }
 
     /// Whether the value of `key` is `"auto"`. The prefix `stage3_` of a key may be missing.
-    pub(crate) fn is_auto(&self, key: &str) -> bool {
+    pub fn is_auto(&self, key: &str) -> bool {
         self.autos.iter().any(|auto| canonical(auto) == key)
     }
 }
@@ -241,7 +241,7 @@ fn read(path: &Path) -> Result<String, ConfigFileError> {
 }
 
 /// The name of a key that has two.
-pub(crate) fn canonical(key: &str) -> String {
+pub fn canonical(key: &str) -> String {
     key.replace(".stage3_", ".")
         .replace("_fp16_", "_16bit_")
         .replace("bfloat16.", "bf16.")

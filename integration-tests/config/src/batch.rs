@@ -4,7 +4,7 @@ use super::ConfigFileError;
 
 /// The batch sizes in a configuration file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct BatchKeys {
+pub struct BatchKeys {
     /// `train_batch_size`: rows of all ranks and micro-batches of a step.
     pub train_batch_size: Option<u64>,
     /// `train_micro_batch_size_per_gpu`.
@@ -15,7 +15,7 @@ pub(crate) struct BatchKeys {
 
 /// Consistent batch sizes: `train_batch_size == micro_batch * grad_accum * ranks`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Batch {
+pub struct Batch {
     /// Rows of all ranks and micro-batches of a step.
     pub train_batch_size: u64,
     /// Rows of one micro-batch of one rank.
@@ -33,7 +33,7 @@ impl BatchKeys {
     ///
     /// # Errors
     /// Sizes that are 0 or contradict each other.
-    pub(crate) fn resolve(
+    pub fn resolve(
         &self,
         ranks: u64,
         flag_micro: Option<u64>,

@@ -9,7 +9,7 @@ use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Warmup, WarmupDecay, W
 use super::deepspeed::{ActivationCheckpointing, Aio};
 use super::optimizer::DsOptimizer;
 use super::{BatchKeys, ConfigFileError, DsConfig, ZeroOptimization};
-use zero_trainer::Home;
+use zero_shard::Home;
 
 /// Parses a configuration that must be valid and without warnings.
 fn quiet(text: &str) -> DsConfig {

@@ -4,11 +4,11 @@ use serde_json::Value;
 
 use super::ConfigFileError;
 use super::block::{Block, Key, keys, shortened};
-use zero_trainer::Home;
+use zero_shard::Home;
 
 /// `zero_optimization`. Missing keys have DeepSpeed's defaults.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct ZeroOptimization {
+pub struct ZeroOptimization {
     /// 0 to 3.
     pub stage: u8,
     /// Elements of a gradient bucket.
@@ -65,7 +65,7 @@ impl Default for ZeroOptimization {
 
 impl ZeroOptimization {
     /// Whether communication overlaps compute at `stage`; by default only at stage 3.
-    pub(crate) fn overlaps_at(&self, stage: u8) -> bool {
+    pub fn overlaps_at(&self, stage: u8) -> bool {
         self.overlap_comm.unwrap_or(stage == 3)
     }
 }

@@ -26,9 +26,9 @@ pub(super) struct Key {
 /// A table of unsupported keys, such as `"dump_state" = Flag(false) => "the first lines show it"`.
 macro_rules! keys {
     ($($name:literal = $usual:ident $(($value:literal))? => $why:expr),* $(,)?) => {
-        &[$($crate::config::block::Key {
+        &[$($crate::block::Key {
             name: $name,
-            usual: $crate::config::block::Usual::$usual $(($value))?,
+            usual: $crate::block::Usual::$usual $(($value))?,
             why: $why,
         }),*]
     };

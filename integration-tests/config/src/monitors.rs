@@ -13,17 +13,21 @@ const SERVICES: [&str; 2] = ["wandb", "comet"];
 
 /// The enabled monitors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Monitors {
+pub struct Monitors {
+    /// `tensorboard`, if it is enabled.
     pub tensorboard: Option<MonitorFolder>,
+    /// `csv_monitor`, if it is enabled.
     pub csv: Option<MonitorFolder>,
-    /// A service that is enabled; `zero train` refuses it.
+    /// A service that is enabled; both programs refuse it.
     pub service: Option<&'static str>,
 }
 
 /// The folder of a monitor: `output_path/job_name`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct MonitorFolder {
+pub struct MonitorFolder {
+    /// `output_path`; empty if it is missing.
     pub output_path: PathBuf,
+    /// `job_name`, a folder in it.
     pub job_name: String,
 }
 

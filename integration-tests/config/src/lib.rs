@@ -1,4 +1,19 @@
-//! DeepSpeed's configuration file, `ds_config.json`.
+//! DeepSpeed's configuration file, `ds_config.json`: the rules and messages of `zero train --config`
+//! and of the Python package zero_torch.
+//!
+//! ```
+//! use zero_config::DsConfig;
+//!
+//! let file = DsConfig::parse(r#"{"train_batch_size": 32, "zero_optimization": {"stage": 3}}"#).unwrap();
+//! assert_eq!(file.zero.stage, 3);
+//! assert_eq!(file.batch.resolve(4, None, None, 1).unwrap().micro_batch, 8);
+//!
+//! let error = DsConfig::parse(r#"{"zero_optimization": {"stag": 3}}"#).unwrap_err();
+//! assert!(error.to_string().starts_with("unknown key zero_optimization.stag"));
+//! ```
+//!
+//! Reasons in messages are those of the program `zero`. It does not have the settings of a run, into
+//! which the two programs make it, each with its own defaults.
 //!
 //! A key is handled in one of four ways:
 //!
@@ -30,9 +45,9 @@
 //! `param_groups` is an extension, which DeepSpeed ignores: a list of groups, of which a tensor
 //! belongs to the first whose conditions (`names` with `*`, `kinds`, `min_dims`, `max_dims`) it
 //! meets. Its rules are `lr_scale`, `weight_decay`, `betas` and `trainable`; see
-//! [`zero_trainer::param_groups`].
+//! [`ParamGroup`](zero_optim::ParamGroup).
 //!
-//! tests/data/shipped_configurations.md lists the configurations of seven projects, and which of
+//! integration-tests/tests/data/shipped_configurations.md lists the configurations of seven projects, and which of
 //! them are accepted.
 //!
 //! Other rules are DeepSpeed's: unknown keys are errors in `zero_optimization`, its `offload_*`
@@ -54,9 +69,10 @@ mod zero;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use autotuning::Autotuning;
-pub(crate) use batch::{Batch, BatchKeys};
-pub(crate) use deepspeed::{DsConfig, canonical};
-pub(crate) use error::ConfigFileError;
-pub(crate) use monitors::MonitorFolder;
-pub(crate) use zero::ZeroOptimization;
+pub use autotuning::Autotuning;
+pub use batch::{Batch, BatchKeys};
+pub use deepspeed::{ActivationCheckpointing, Aio, DsConfig, canonical};
+pub use error::ConfigFileError;
+pub use monitors::{MonitorFolder, Monitors};
+pub use optimizer::DsOptimizer;
+pub use zero::ZeroOptimization;

@@ -9,7 +9,7 @@ use zero_optim::OptimError;
 /// Why a configuration file cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub(crate) enum ConfigFileError {
+pub enum ConfigFileError {
     /// The file could not be read.
     #[error("{}: failed to read the file: {source}", path.display())]
     Read {

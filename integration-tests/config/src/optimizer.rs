@@ -6,11 +6,11 @@ use zero_optim::LrSchedule;
 
 use super::ConfigFileError;
 use super::block::{Block, Key, keys, shortened};
-use zero_trainer::param_groups::ParamGroup;
+use zero_optim::ParamGroup;
 
 /// `optimizer`: Adam or AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct DsOptimizer {
+pub struct DsOptimizer {
     /// The base learning rate.
     pub lr: f64,
     /// Betas, epsilon, weight decay, and whether the decay is decoupled.

@@ -6,7 +6,7 @@ use super::block::{Block, Key, keys};
 /// `autotuning`, if it is enabled. Missing keys have DeepSpeed's defaults, but for the number of
 /// trials.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Autotuning {
+pub struct Autotuning {
     /// Whether the shortest step is the best, and not the most tokens per second.
     pub latency: bool,
     /// The first step that counts, from 1.
@@ -91,7 +91,7 @@ pub(super) fn read(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::DsConfig;
+    use crate::DsConfig;
 
     fn parse(block: &str) -> (Option<Autotuning>, Vec<String>) {
         let file = DsConfig::parse(&format!("{{\"autotuning\": {block}}}")).unwrap();
