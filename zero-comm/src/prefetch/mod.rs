@@ -43,7 +43,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceKind, Stream};
 use zero_alloc::{AllocError, Pool, Purpose};
 
 pub use policy::{PlannedStep, plan_step};
@@ -494,6 +494,10 @@ impl<D: Device> Prefetcher<D> {
             }
             Some((memory, limit)) => {
                 let (slice, owner) = memory.allocate(unit, elems, dtype)?;
+                if self.pool.device().kind() != DeviceKind::Host {
+                    // Its last user is on the compute stream.
+                    comm_stream.wait(&self.compute.record()?)?;
+                }
                 (UnitMemory::Caller(Some(owner), *limit), slice)
             }
         };
@@ -517,7 +521,7 @@ fn free<D: Device>(
     report: &mut PrefetchReport,
 ) {
     let freed = units.iter().filter_map(|unit| ready.remove(unit));
-    for unsharded in freed.filter(Unsharded::is_in_flight) {
+    for mut unsharded in freed.filter(Unsharded::is_in_flight) {
         // The gather reads this rank's shard, which compute may write next.
         unsharded.hold_writers(compute);
         report.wasted += 1;

@@ -88,11 +88,15 @@ impl OwnShard<'_> {
 ///
 /// # Safety
 /// The slice that `allocate` returns is valid memory of the user's device, of this length and
-/// dtype, that nothing else uses until its owner is dropped.
+/// dtype, that nothing else uses until its owner is dropped. On other devices than the host, memory
+/// is in the order of the compute stream, as that of a caching allocator for this stream: what is
+/// enqueued on it before `allocate` may still use the slice, and what is enqueued on it after the
+/// drop of the owner may use it again.
 pub unsafe trait CallerMemory: Send {
-    /// Memory for `elems` elements of a unit, and its owner, which is dropped when no stream uses the
-    /// memory any more: that of a gathered unit on the thread that drops or reshards it, which waits
-    /// for them.
+    /// Memory for `elems` elements of a unit, and its owner. On the host the owner is dropped when no
+    /// stream uses the memory any more: that of a gathered unit on the thread that drops or reshards
+    /// it, which waits for them. On other devices it is dropped when only work that the compute
+    /// stream waits for uses it, and the host does not wait.
     ///
     /// # Errors
     /// There is no memory.
@@ -145,6 +149,8 @@ impl<D: Device> Drop for Unsharded<D> {
                 let _closed = block.record_use(user);
             }
             (UnitMemory::Pool(_), None) => {}
+            // In the order of the user's stream, which has waited for the gather.
+            (UnitMemory::Caller(..), Some(_)) if self.device.kind() != DeviceKind::Host => {}
             (UnitMemory::Caller(owner, limit), user) => {
                 // The user's stream has waited for the gather.
                 let end = user.as_ref().map(|user| user.record());
@@ -214,9 +220,9 @@ impl<D: Device> Unsharded<D> {
     }
 
     /// Makes `stream` wait for the gather, so that it can then write the shard.
-    pub(super) fn hold_writers(&self, stream: &D::Stream) {
+    pub(super) fn hold_writers(&mut self, stream: &D::Stream) {
         // A stream that refuses the wait is closed, and writes nothing.
-        let _closed = stream.wait(&self.gathered);
+        let _closed = self.wait_on(stream);
     }
 
     /// Whether no stream has used it yet.

@@ -1,22 +1,46 @@
 //! The facade on a device.
 
+use std::any::Any;
+use std::sync::Mutex;
+
+use zero_alloc::Purpose;
 use zero_alloc::cuda::CudaDevice;
-use zero_alloc::device::Device;
-use zero_comm::Solo;
+use zero_alloc::device::{AnySlice, Device};
+use zero_comm::{CallerMemory, PrefetchError, Solo};
 use zero_kernels::Kernels;
 use zero_kernels::cuda::CudaKernels;
 
 use super::*;
 
-/// Steps on one rank of a device: losses and weights. Parameters are read through views.
+/// Memory in the order of the compute stream, as a framework's.
+struct InOrder<D: Device>(Pool<D>, D::Stream);
+
+// SAFETY: blocks of a pool, allocated for the compute stream.
+unsafe impl<D: Device> CallerMemory for InOrder<D> {
+    fn allocate(
+        &mut self,
+        _unit: usize,
+        elems: usize,
+        dtype: DType,
+    ) -> Result<(AnySlice, Box<dyn Any + Send + Sync>), PrefetchError> {
+        let block = self.0.allocate(elems, dtype, Purpose::Workspace, &self.1)?;
+        // SAFETY: the block is the owner, dropped in the order of its stream.
+        let slice = unsafe { block.slice() };
+        Ok((slice, Box::new(Mutex::new(block))))
+    }
+}
+
+/// Steps on one rank of a device: losses and weights. Parameters are read through views. Units and
+/// sums of gradients are in memory of the caller, if it `has_memory`.
 fn run<D: Device>(
     device: &D,
     kernels: Arc<dyn Kernels<D>>,
     stage: ZeroStage,
+    has_memory: bool,
 ) -> Result<(Vec<f64>, Vec<f32>), Error> {
     let pool = Pool::new(device.clone(), 1 << 28);
     let comm = Arc::new(Solo::new(device.clone()));
-    let rank = Rank::new(comm, pool, kernels)?;
+    let rank = Rank::new(comm, pool.clone(), kernels)?;
     let compute = rank.compute().clone();
     let mut zero = Zero::builder(rank)
         .stage(stage)
@@ -24,6 +48,10 @@ fn run<D: Device>(
         .micro_batches(2);
     for (unit, params) in UNITS {
         zero = zero.unit(unit, params.iter().map(|(name, len)| (*name, [*len])));
+    }
+    if has_memory {
+        let memory = || InOrder(pool.clone(), compute.clone());
+        zero = zero.gather_memory(memory()).gradient_memory(memory());
     }
     let mut zero = zero.build(init)?;
 
@@ -72,8 +100,10 @@ fn cuda_stages_train_as_the_host() {
     let kernels: Arc<dyn Kernels<CudaDevice>> = Arc::new(CudaKernels::new(&device).unwrap());
     for stage in ZeroStage::ALL {
         let on_host = Arc::new(HostKernels::new(1).unwrap());
-        let (losses, weights) = run(&HostDevice::new(), on_host, stage).unwrap();
-        let on_cuda = run(&device, Arc::clone(&kernels), stage).unwrap();
+        let (losses, weights) = run(&HostDevice::new(), on_host, stage, false).unwrap();
+        let on_cuda = run(&device, Arc::clone(&kernels), stage, false).unwrap();
+        let in_order = run(&device, Arc::clone(&kernels), stage, true).unwrap();
+        assert_eq!(in_order, on_cuda, "{stage}");
         for (got, expected) in on_cuda.0.iter().zip(&losses) {
             assert!(
                 (got - expected).abs() < 1e-6 * expected,
