@@ -129,6 +129,25 @@ class Gated(nn.Module):
         return gate * self.lin(x)
 
 
+class Library(nn.Module):
+    """Modules of torch that keep or read parameters in ways of their own."""
+
+    def __init__(self, rng):
+        super().__init__()
+        self.kind = rng.choice(["lstm", "attention", "weight norm"])
+        if self.kind == "lstm":
+            self.inner = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        elif self.kind == "attention":
+            self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        else:
+            self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        if self.kind == "lstm":
+            return self.inner(x)[0]
+        return self.inner(x, x, x, need_weights=False)[0] if self.kind == "attention" else self.inner(x)
+
+
 class Chain(nn.Module):
     """Bodies in a list of their own."""
 
@@ -142,7 +161,7 @@ class Chain(nn.Module):
         return x
 
 
-SIMPLE = [Linear, Mlp, Conv, Norm, Table, Attention, Scalars, Gated]
+SIMPLE = [Linear, Mlp, Conv, Norm, Table, Attention, Scalars, Gated, Library]
 BODIES = SIMPLE + [Chain]
 
 
@@ -209,13 +228,15 @@ class Block(nn.Module):
         self.changes_its_input, self.has_loss = rng.random() < 0.2, rng.random() < 0.2
         self.loss = None
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args, context=None, **kwargs):
         x = tensor_in([args, kwargs])
         if self.changes_its_input:
             x.mul_(0.9)
         y = self.body(x) if self.inside is None else checkpoint(self.body, x, use_reentrant=self.inside)
         if self.has_loss:
             self.loss = y.square().mean()
+        if context is not None:
+            y = y + context * 0.3
         return RETURN[self.returning](y)
 
 
@@ -229,13 +250,14 @@ class Call:
         self.block = block
         self.when = rng.choice([None, None, None, "even", "odd", "never", "late"])
         self.how = rng.choice(["plain"] * 6 + ["no_grad", "unused", "checkpoint", "reentrant", "part", "in place"])
+        self.has_context = rng.random() < 0.2
         if self.how == "reentrant" and block.returning not in ("tensor", "tuple"):
             self.how = "checkpoint"
 
     def is_used(self, step):
         return {None: True, "even": step % 2 == 0, "odd": step % 2 == 1, "never": False, "late": step > 1}[self.when]
 
-    def __call__(self, x):
+    def __call__(self, x, context):
         block = self.block
         x, residual = x * 1.0 if block.changes_its_input else x, x
 
@@ -244,6 +266,8 @@ class Call:
         if self.how == "reentrant":
             return residual + tensor_in(checkpoint(block, x, use_reentrant=True))
         args, kwargs = PASS[block.passing](x)
+        if self.has_context:
+            kwargs["context"] = context
         if self.how == "checkpoint":
             return residual + tensor_in(checkpoint(block, *args, use_reentrant=False, **kwargs))
         if self.how == "no_grad":
@@ -330,13 +354,14 @@ class Program(nn.Module):
         used = {id(call.block): call.block for call in self.plan}.values()
         for block in used:
             block.loss = None
-        x = self.table(ids)
+        # All blocks may read the same tensor, as the layers of a decoder do.
+        x = context = self.table(ids)
         plan = [call for call in self.plan if call.is_used(step)]
         if self.segment is not None:
             cut = len(plan) // 2
-            x = checkpoint(self._run, plan[:cut], x, use_reentrant=self.segment)
+            x = checkpoint(self._run, plan[:cut], x, context, use_reentrant=self.segment)
             plan = plan[cut:]
-        x = self._run(plan, x)
+        x = self._run(plan, x, context)
         logits = self.head(x)
         loss = F.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
         for block in used:
@@ -345,9 +370,9 @@ class Program(nn.Module):
         return (loss, x.square().mean()) if with_extra else {"loss": loss}
 
     @staticmethod
-    def _run(plan, x):
+    def _run(plan, x, context):
         for call in plan:
-            x = call(x)
+            x = call(x, context)
         return x
 
 
