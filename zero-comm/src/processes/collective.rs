@@ -34,33 +34,60 @@ use crate::{Collective, CommError, ReduceOp};
 /// An operation that waits for its turn looks again after this time.
 const TURN: Duration = Duration::from_millis(100);
 
+/// How the ranks of a communicator move data.
+pub(super) trait Medium: Send {
+    /// Runs a collective.
+    ///
+    /// # Errors
+    /// The world has failed, or this rank has found a fault.
+    fn run(&mut self, running: &Running<'_>) -> Result<(), Failure>;
+}
+
+/// A collective whose turn it is.
+pub(super) struct Running<'a> {
+    pub(super) checked: &'a Checked,
+    pub(super) sequence: u64,
+    pub(super) world: &'a World,
+    /// The world has failed.
+    pub(super) broken: &'a AtomicBool,
+}
+
 /// The state that the operations of a communicator share.
 pub(super) struct Link {
-    memory: Arc<Memory>,
     turn: Mutex<Turn>,
     next: Condvar,
     /// The world has failed.
     broken: AtomicBool,
+    /// Ends the waits of the medium.
+    wake: Box<dyn Fn() + Send + Sync>,
 }
 
 struct Turn {
     /// The number of the collective that runs next.
     sequence: u64,
-    rounds: Rounds,
+    medium: Box<dyn Medium>,
 }
 
 impl Link {
-    pub(super) fn new(memory: Memory) -> Self {
-        let memory = Arc::new(memory);
+    pub(super) fn new(
+        medium: impl Medium + 'static,
+        wake: impl Fn() + Send + Sync + 'static,
+    ) -> Self {
         Self {
             turn: Mutex::new(Turn {
                 sequence: 0,
-                rounds: Rounds::new(Arc::clone(&memory)),
+                medium: Box::new(medium),
             }),
-            memory,
             next: Condvar::new(),
             broken: AtomicBool::new(false),
+            wake: Box::new(wake),
         }
+    }
+
+    /// A link over shared memory.
+    pub(super) fn over(memory: Memory) -> Self {
+        let memory = Arc::new(memory);
+        Self::new(Rounds::new(Arc::clone(&memory)), move || wake_all(&memory))
     }
 }
 
@@ -71,7 +98,7 @@ impl Transport for Link {
 
     fn abort(&self) -> AbortCompletion {
         self.broken.store(true, Ordering::Release);
-        wake_all(&self.memory);
+        (self.wake)();
         self.next.notify_all();
         AbortCompletion::new().1
     }
@@ -133,14 +160,13 @@ impl Operation {
         if let Some(failure) = self.world.failure() {
             return Err(failure);
         }
-        let work = Work {
-            rounds: &mut turn.rounds,
-            broken,
+        let running = Running {
             checked: &self.checked,
             sequence: self.sequence,
-            unsent: Some(postcard::to_allocvec(&self.checked.call).unwrap_or_default()),
+            world: &self.world,
+            broken,
         };
-        match work.run() {
+        match turn.medium.run(&running) {
             Ok(()) => {
                 turn.sequence += 1;
                 next.notify_all();
@@ -156,7 +182,7 @@ impl Operation {
 }
 
 /// Why a collective ended early.
-enum Failure {
+pub(super) enum Failure {
     /// The world has failed.
     World,
     /// This rank has found the fault.
@@ -175,12 +201,51 @@ impl From<DeviceError> for Failure {
     }
 }
 
-/// A collective that runs.
+impl Running<'_> {
+    /// The call as bytes.
+    pub(super) fn encoded(&self) -> Vec<u8> {
+        postcard::to_allocvec(&self.checked.call).unwrap_or_default()
+    }
+
+    /// Compares the call with the one that another rank has sent.
+    pub(super) fn compare(&self, theirs: &[u8], other_rank: usize) -> Result<(), Failure> {
+        let call = &self.checked.call;
+        let sequence = self.sequence;
+        let error = match postcard::take_from_bytes::<Call>(theirs) {
+            Ok((theirs, _)) if theirs == *call => return Ok(()),
+            Ok((theirs, _)) => CommError::Mismatch {
+                sequence,
+                rank: self.world.rank,
+                call: Box::new(call.clone()),
+                other_rank,
+                other_call: Box::new(theirs),
+            },
+            Err(_) => CommError::Peer {
+                rank: other_rank,
+                message: format!("collective {sequence}, {call}: sent an undecodable call"),
+            },
+        };
+        Err(Failure::Fault(error))
+    }
+}
+
+impl Medium for Rounds {
+    fn run(&mut self, running: &Running<'_>) -> Result<(), Failure> {
+        let work = Work {
+            rounds: self,
+            checked: running.checked,
+            unsent: Some(running.encoded()),
+            running,
+        };
+        work.run()
+    }
+}
+
+/// A collective that runs over shared memory.
 struct Work<'a> {
     rounds: &'a mut Rounds,
-    broken: &'a AtomicBool,
+    running: &'a Running<'a>,
     checked: &'a Checked,
-    sequence: u64,
     /// The call as bytes, until the first round has sent it.
     unsent: Option<Vec<u8>>,
 }
@@ -235,10 +300,9 @@ impl Work<'_> {
         let unsent = self.unsent.take();
         // Only the first round has the call.
         let compared = if unsent.is_some() { world_size } else { 0 };
-        let call = &self.checked.call;
-        let sequence = self.sequence;
+        let running = self.running;
         self.rounds.run(
-            self.broken,
+            running.broken,
             |half| {
                 if let Some(call) = &unsent {
                     half[..4].copy_from_slice(&(call.len() as u32).to_le_bytes());
@@ -248,27 +312,13 @@ impl Work<'_> {
             },
             |halves| {
                 for peer in (0..compared).filter(|&peer| peer != rank) {
-                    let other = match compare(call, halves.header(peer)?) {
-                        Ok(()) => continue,
-                        Err(other) => other,
-                    };
+                    let header = halves.header(peer)?;
+                    let bytes = header
+                        .first_chunk()
+                        .map_or(0, |len| u32::from_le_bytes(*len) as usize);
+                    let theirs = header.get(4..4 + bytes).unwrap_or_default();
                     // Behind the wait for the peer, which has written its rank before.
-                    let other_rank = halves.world_rank(peer);
-                    return Err(Failure::Fault(match other {
-                        Some(other) => CommError::Mismatch {
-                            sequence,
-                            rank: halves.world_rank(rank),
-                            call: Box::new(call.clone()),
-                            other_rank,
-                            other_call: Box::new(other),
-                        },
-                        None => CommError::Peer {
-                            rank: other_rank,
-                            message: format!(
-                                "collective {sequence}, {call}: sent an undecodable call"
-                            ),
-                        },
-                    }));
+                    running.compare(theirs, halves.world_rank(peer))?;
                 }
                 read(halves)
             },
@@ -318,43 +368,7 @@ impl Work<'_> {
     }
 
     fn reduce_scatter(&mut self, op: ReduceOp, recv: AnySlice) -> Result<(), Failure> {
-        match self.checked.call.comm_dtype() {
-            CommDType::F32 => self.reduce_scatter_of::<f32>(op, recv),
-            CommDType::F64 => self.reduce_scatter_of::<f64>(op, recv),
-            CommDType::Bf16 => self.reduce_scatter_of::<bf16>(op, recv),
-            CommDType::F16 => self.reduce_scatter_of::<f16>(op, recv),
-            CommDType::U8 => self.reduce_scatter_of::<u8>(op, recv),
-        }
-    }
-
-    fn reduce_scatter_of<T: Reducible>(
-        &mut self,
-        op: ReduceOp,
-        recv: AnySlice,
-    ) -> Result<(), Failure> {
-        let out: DeviceSlice<T> = recv.typed()?;
-        let mut result = vec![T::default(); CHUNK_ELEMS.min(out.len())];
-        self.scatter(|range, pieces| {
-            if range.is_empty() {
-                return Ok(());
-            }
-            let pieces: Vec<&[T]> = pieces
-                .iter()
-                .map(|bytes| bytemuck::cast_slice(bytes))
-                .collect();
-            for start in (0..range.len()).step_by(CHUNK_ELEMS) {
-                let chunk = start..(start + CHUNK_ELEMS).min(range.len());
-                let result = &mut result[..chunk.len()];
-                let views: Vec<&[T]> = pieces.iter().map(|piece| &piece[chunk.clone()]).collect();
-                T::reduce(op, &views, result, Store::Cached);
-                let into = out.slice(range.start + chunk.start..range.start + chunk.end);
-                // SAFETY: the memory is valid by the promise of the slice's maker, and only this
-                // operation accesses it now. In place, it is this rank's piece, whose view was read
-                // above for the last time.
-                unsafe { into.as_host_mut() }.copy_from_slice(result);
-            }
-            Ok(())
-        })
+        self.scatter(|range, pieces| Ok(reduce(op, pieces, recv.slice(range))?))
     }
 
     fn all_to_all(&mut self, recv: AnySlice) -> Result<(), Failure> {
@@ -427,8 +441,40 @@ impl Work<'_> {
     }
 }
 
+/// Writes the reduction of the ranks' pieces, in rank order, to `out`.
+pub(super) fn reduce(op: ReduceOp, pieces: &[&[u8]], out: AnySlice) -> Result<(), DeviceError> {
+    fn of<T: Reducible>(op: ReduceOp, pieces: &[&[u8]], out: AnySlice) -> Result<(), DeviceError> {
+        let out: DeviceSlice<T> = out.typed()?;
+        let pieces: Vec<&[T]> = pieces
+            .iter()
+            .map(|bytes| bytemuck::cast_slice(bytes))
+            .collect();
+        let mut result = vec![T::default(); CHUNK_ELEMS.min(out.len())];
+        for start in (0..out.len()).step_by(CHUNK_ELEMS) {
+            let chunk = start..(start + CHUNK_ELEMS).min(out.len());
+            let result = &mut result[..chunk.len()];
+            let views: Vec<&[T]> = pieces.iter().map(|piece| &piece[chunk.clone()]).collect();
+            T::reduce(op, &views, result, Store::Cached);
+            // SAFETY: the memory is valid by the promise of the slice's maker, and only this
+            // operation accesses it now. In place, it is this rank's piece, whose view was read
+            // above for the last time.
+            unsafe { out.slice(chunk).as_host_mut() }.copy_from_slice(result);
+        }
+        Ok(())
+    }
+
+    match CommDType::try_from(out.dtype()) {
+        Ok(CommDType::F32) => of::<f32>(op, pieces, out),
+        Ok(CommDType::F64) => of::<f64>(op, pieces, out),
+        Ok(CommDType::Bf16) => of::<bf16>(op, pieces, out),
+        Ok(CommDType::F16) => of::<f16>(op, pieces, out),
+        Ok(CommDType::U8) => of::<u8>(op, pieces, out),
+        Err(dtype) => unreachable!("a call of {dtype} was not refused"),
+    }
+}
+
 /// The bytes of a buffer of this rank, until the next one is written.
-fn host<'a>(slice: AnySlice) -> &'a [u8] {
+pub(super) fn host<'a>(slice: AnySlice) -> &'a [u8] {
     if slice.is_empty() {
         return &[];
     }
@@ -438,25 +484,11 @@ fn host<'a>(slice: AnySlice) -> &'a [u8] {
     unsafe { std::slice::from_raw_parts(slice.as_ptr(), slice.len_bytes()) }
 }
 
-fn copy(from: &[u8], to: AnySlice) {
+pub(super) fn copy(from: &[u8], to: AnySlice) {
     if to.is_empty() {
         return;
     }
     to.note_access(true);
     // SAFETY: as for `host`; the source is other memory.
     unsafe { std::slice::from_raw_parts_mut(to.as_ptr(), to.len_bytes()) }.copy_from_slice(from);
-}
-
-/// Compares `call` with the one in the header of another rank, which is the error; `None` if the
-/// header has no call.
-fn compare(call: &Call, header: &[u8]) -> Result<(), Option<Call>> {
-    let bytes = header
-        .first_chunk()
-        .map_or(0, |len| u32::from_le_bytes(*len) as usize);
-    let theirs = header.get(4..4 + bytes).ok_or(None)?;
-    let (theirs, _) = postcard::take_from_bytes::<Call>(theirs).map_err(|_| None)?;
-    match theirs == *call {
-        true => Ok(()),
-        false => Err(Some(theirs)),
-    }
 }

@@ -18,6 +18,9 @@
 //! [`threads`](crate::threads), so both give the same bits. The collectives of a communicator run in
 //! the order of their calls, also on several streams.
 //!
+//! Ranks that share no memory, on several machines, let the program move the bytes
+//! ([`ProcessComm::join_over`]); all else is the same.
+//!
 //! **Failure.** As over NCCL, the ranks keep connections to a coordinator in rank 0's process
 //! ([`world`](crate::world)), which notices processes that end and ranks that are late. The first
 //! failure ends the world: every rank returns the same error, which names the rank at fault. Calls
@@ -27,6 +30,7 @@
 //! rendezvous tells them. A process that writes to it outside of the protocol can change results.
 
 mod collective;
+mod exchanged;
 mod rounds;
 mod shared_memory;
 
@@ -47,6 +51,8 @@ use crate::world::watcher::Connection;
 use crate::world::{Ranks, rendezvous};
 use crate::{CommError, CommOptions, Communicator, Traffic};
 use collective::{Flags, Link, Operation};
+use exchanged::Exchanged;
+pub use exchanged::{Exchange, Part};
 use shared_memory::{MOST_RANKS, Memory, Refused};
 
 /// Bytes of the random name under which the ranks meet.
@@ -55,8 +61,8 @@ const NAME_BYTES: usize = 16;
 /// The state that a process's communicators share.
 struct Process {
     connection: Connection,
-    /// The random name.
-    name: String,
+    /// The random name; `None` for ranks that share no memory.
+    name: Option<String>,
 }
 
 impl Process {
@@ -73,7 +79,14 @@ impl Process {
             None if time.lock().has_passed() => Err(Refused::Late),
             None => Ok(()),
         };
-        let name = format!("{}/{context}", self.name);
+        let Some(name) = &self.name else {
+            return Err(CommError::BackEnd {
+                back_end: "exchange",
+                message: "the ranks cannot be split into groups: use shared memory, MPI or NCCL"
+                    .to_owned(),
+            });
+        };
+        let name = format!("{name}/{context}");
         let memory = Memory::meet(&name, group, world.rank, &wait).map_err(|refused| {
             let message = match refused {
                 Refused::Failed(failure) => return failure,
@@ -90,15 +103,20 @@ impl Process {
                 message,
             })
         })?;
-        let link = Arc::new(Link::new(memory));
-        world.open(context, Arc::clone(&link) as Arc<dyn Transport>);
-        Ok(ProcessComm {
+        Ok(self.over(context, group, Link::over(memory)))
+    }
+
+    fn over(self: &Arc<Self>, context: Context, group: Group, link: Link) -> ProcessComm {
+        let link = Arc::new(link);
+        self.world()
+            .open(context, Arc::clone(&link) as Arc<dyn Transport>);
+        ProcessComm {
             process: Arc::clone(self),
             link,
             context,
             group,
             enqueued: Mutex::default(),
-        })
+        }
     }
 }
 
@@ -163,16 +181,47 @@ impl ProcessComm {
         let joined = rendezvous::join(ranks, 0, make_name, options.limit)?;
         let name = joined.id.iter().map(|byte| format!("{byte:02x}")).collect();
         let connection = Connection::start(joined, ranks.rank, options.limit)?;
-        let process = Arc::new(Process { connection, name });
-        let group = Group {
-            rank: ranks.rank,
-            world_size: ranks.world_size,
+        let process = Arc::new(Process {
+            connection,
+            name: Some(name),
+        });
+        process.open(0, group_of(ranks))
+    }
+
+    /// Joins the world of `ranks`, which may be on several machines, and moves the data by
+    /// `exchange`. Otherwise as [`join`](Self::join); [`split`](Communicator::split) is an error.
+    ///
+    /// # Errors
+    /// The rendezvous failed or exceeded the limit.
+    pub fn join_over(
+        ranks: &Ranks,
+        options: CommOptions,
+        exchange: Arc<dyn Exchange>,
+    ) -> Result<Self, CommError> {
+        let joined = rendezvous::join(ranks, 0, || Ok(Vec::new()), options.limit)?;
+        let connection = Connection::start(joined, ranks.rank, options.limit)?;
+        let process = Arc::new(Process {
+            connection,
+            name: None,
+        });
+        let group = group_of(ranks);
+        let medium = Exchanged {
+            group,
+            exchange: Arc::clone(&exchange),
         };
-        process.open(0, group)
+        let link = Link::new(medium, move || exchange.abort());
+        Ok(process.over(0, group, link))
     }
 
     fn world(&self) -> &Arc<World> {
         self.process.world()
+    }
+}
+
+fn group_of(ranks: &Ranks) -> Group {
+    Group {
+        rank: ranks.rank,
+        world_size: ranks.world_size,
     }
 }
 

@@ -18,7 +18,7 @@ use crate::split_request::SplitRequest;
 
 /// Time limit for the coordinator's answer to a report. After it, the rank fails with the failure
 /// that it saw itself.
-pub(super) const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// Counts of a call that a report contains; of a call with more, their sum.
 const MAX_COUNTS: usize = 16;
 
@@ -101,6 +101,11 @@ impl World {
 
     pub(crate) fn failure(&self) -> Option<CommError> {
         self.state.lock().failure.clone()
+    }
+
+    /// The failure of the world, within `limit`.
+    pub(crate) fn wait_for_failure(&self, limit: Duration) -> Option<CommError> {
+        self.wait(limit, |state| state.failure.clone())
     }
 
     pub(super) fn queue(&self, message: Message) {

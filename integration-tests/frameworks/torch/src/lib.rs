@@ -9,6 +9,7 @@ mod config;
 mod detached;
 mod engine;
 mod storages;
+mod transport;
 mod world;
 
 use std::fmt::Display;
@@ -26,6 +27,7 @@ fn failed(error: impl Display) -> PyErr {
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(config::read_config, module)?)?;
+    module.add_function(wrap_pyfunction!(world::has_several_machines, module)?)?;
     module.add_class::<world::World>()?;
     module.add_class::<engine::Engine>()
 }

@@ -11,16 +11,33 @@ use zero_comm::world::Ranks;
 use zero_comm::{CommOptions, Communicator, Solo};
 
 use crate::detached::detached;
+use crate::transport::Transport;
 use crate::{Host, failed};
 
-/// The communicator of this process, by the launcher's variables; a world of one without them.
-fn connect(limit: Duration) -> PyResult<Arc<dyn Communicator<Host>>> {
+/// The communicator of this process: by the launcher's variables, or over `transport`. A world of one
+/// without both.
+fn connect(
+    limit: Duration,
+    transport: Option<(Transport, Ranks)>,
+) -> PyResult<Arc<dyn Communicator<Host>>> {
+    let options = CommOptions::default().limit(limit);
+    if let Some((transport, ranks)) = transport {
+        let comm = ProcessComm::join_over(&ranks, options, Arc::new(transport));
+        return Ok(Arc::new(comm.map_err(failed)?));
+    }
     let ranks = Ranks::from_env().map_err(failed)?;
     let Some(ranks) = ranks.filter(|ranks| ranks.world_size > 1) else {
         return Ok(Arc::new(Solo::new(HostDevice::new())));
     };
-    let comm = ProcessComm::join(&ranks, CommOptions::default().limit(limit));
+    let comm = ProcessComm::join(&ranks, options);
     Ok(Arc::new(comm.map_err(failed)?))
+}
+
+/// Whether the launcher has placed ranks on several machines.
+#[pyfunction]
+pub(crate) fn has_several_machines() -> PyResult<bool> {
+    let ranks = Ranks::from_env().map_err(failed)?;
+    Ok(ranks.is_some_and(|ranks| !ranks.one_machine))
 }
 
 /// The process that has joined. A fork of it has none of the threads, so it drops nothing that waits
@@ -67,10 +84,16 @@ impl Drop for World {
 
 #[pymethods]
 impl World {
+    /// `transport` moves the data of ranks that share no memory.
     #[new]
-    fn new(py: Python<'_>, limit_seconds: f64) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        limit_seconds: f64,
+        transport: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let transport = transport.map(Transport::new).transpose()?;
         let limit = Duration::try_from_secs_f64(limit_seconds).map_err(failed)?;
-        let comm = detached(py, None, || connect(limit))?;
+        let comm = detached(py, None, || connect(limit, transport))?;
         let process = Process::this();
         Ok(Self {
             comm: Mutex::new(Some(comm)),

@@ -7,6 +7,7 @@ import sys
 import traceback
 
 from . import _native
+from .config import ConfigError
 
 # Of a wait for another rank, in seconds.
 LIMIT = 600.0
@@ -24,12 +25,27 @@ def world():
     """The ranks of the job, which this process joins once."""
     global _world, _rank
     if _world is None:
-        _world = _native.World(LIMIT)
+        transport = _transport()
+        _world = _native.World(LIMIT, transport)
+        if transport is not None:
+            atexit.register(transport.close)
         _rank = _world.rank
         _sockets.extend(_native.World.sockets())
         # Behind the ends of engines, which come later.
         atexit.register(_world.leave)
     return _world
+
+
+def _transport():
+    """torch.distributed between machines; nothing on one, whose ranks share memory."""
+    kind = os.environ.get("ZERO_TORCH_TRANSPORT") or ("torch" if _native.has_several_machines() else "processes")
+    if kind not in ("torch", "processes"):
+        raise ConfigError(f"ZERO_TORCH_TRANSPORT: expected torch or processes, got {kind!r}")
+    if kind == "processes":
+        return None
+    from .transport import Transport
+
+    return Transport(LIMIT)
 
 
 def _close_in_fork():
