@@ -6,7 +6,7 @@ import traceback
 
 import torch
 import zero_torch as deepspeed
-from programs import ROWS, loss_of, make, reference, rows_of
+from programs import MODELS, ROWS, loss_of, loss_of_pictures, make, reference, rows_of
 from torch import nn
 
 STAGE, ONLY = int(sys.argv[1]), sys.argv[2:]
@@ -217,6 +217,63 @@ def errors_in_forward():
     same_as_plain(lambda: make("gpt2"), loss_of=loss)
 
 
+def without_memory():
+    """Built within init(): the values of the plain program, and its random numbers behind it."""
+    for kind in ("gpt2", "llama-tied", "vit"):
+        torch.manual_seed(0)
+        plain, want_next = MODELS[kind]().train(), torch.rand(3)
+        torch.manual_seed(0)
+        with deepspeed.init():
+            model = MODELS[kind]().train()
+        assert torch.equal(torch.rand(3), want_next) and all(param.is_meta for param in model.parameters())
+        for made in (plain, model):
+            next(made.children()).get_submodule("layers.1" if kind != "gpt2" else "h.1").requires_grad_(False)
+        loss = loss_of_pictures if kind == "vit" else loss_of
+        engine = start(model)
+        got = train(engine, loss)
+        engine.destroy()
+        want, _ = reference(plain, STEPS, loss_of=loss)
+        close(got, want)
+
+
+def weights_by_name():
+    """Values from safetensors, the tied one by one of its names."""
+    from safetensors.torch import save_model
+
+    torch.manual_seed(0)
+    plain = MODELS["llama-tied"]().train()
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(plain, f"{folder}/model.safetensors")
+        with deepspeed.init(weights=folder):
+            model = MODELS["llama-tied"]().train()
+        engine = start(model)
+    got = train(engine)
+    engine.destroy()
+    want, _ = reference(plain, STEPS)
+    close(got, want)
+
+
+def memory_of_the_start():
+    """At stage 3 rank 0 needs its part of the state and a few units, never the whole model."""
+    def status(name):
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+    blocks, width = 32, 1024
+    unit = 4 * width * width * 2
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    before = status("VmRSS")
+    with deepspeed.init():
+        model = nn.Sequential(nn.ModuleList(nn.Sequential(nn.Linear(width, 2 * width, bias=False)) for _ in range(blocks)))
+    engine = start(model)
+    peak = status("VmHWM") - before
+    state = 4 * blocks * unit // engine.world_size if STAGE == 3 else None
+    engine.destroy()
+    print(f"state {state and state >> 20} MiB, model {blocks * unit >> 20}, peak {peak >> 20}", flush=True)
+    assert STAGE < 3 or peak < state + blocks * unit // 2, (peak, state)
+
+
 def wrong_settings():
     for config, text in [
         ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "is not train_micro_batch_size_per_gpu"),
@@ -235,7 +292,7 @@ def wrong_settings():
 
 FEATURES = [
     frozen, adapters, unused, groups, shared_by_blocks, two_backwards, retained_graph, schedulers, generation, checkpoints,
-    errors_in_forward, wrong_settings,
+    errors_in_forward, without_memory, weights_by_name, memory_of_the_start, wrong_settings,
 ]
 failed = []
 for feature in FEATURES:

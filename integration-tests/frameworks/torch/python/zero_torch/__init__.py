@@ -2,5 +2,6 @@
 
 from .config import ConfigError
 from .engine import Engine, initialize
+from .init import init
 
-__all__ = ["ConfigError", "Engine", "initialize"]
+__all__ = ["ConfigError", "Engine", "init", "initialize"]

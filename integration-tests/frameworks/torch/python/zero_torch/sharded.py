@@ -12,7 +12,8 @@ import weakref
 import torch
 
 from . import _native
-from .units import DTYPES, NAMES, ROOT, replaced, tensors, units_of, view
+from .init import fill_others, forget, value_of
+from .units import DTYPES, NAMES, ROOT, replaced, set_memory, tensors, units_of, view
 
 
 class AfterBackward(torch.autograd.Function):
@@ -42,7 +43,7 @@ class Sharded:
         params = [(name, self._unit_of[name].name, list(param.shape), groups.of_name[name]) for name, param in names.items()]
 
         def init(name, at, elems):
-            values = names[name].detach().to("cpu", torch.float32).contiguous()
+            values = value_of(names[name], module).to("cpu", torch.float32).contiguous()
             ctypes.memmove(at, values.data_ptr(), 4 * elems)
 
         # The engine calls back while it exists; it must not keep this.
@@ -54,7 +55,9 @@ class Sharded:
         # Also at the end of the interpreter.
         self._finalizer = weakref.finalize(self, self.native.close)
 
+        fill_others(module)
         self._lay_out(names)
+        forget()
         for buffer in module.buffers():
             if buffer.is_floating_point() and self.dtype != torch.float32:
                 buffer.data = buffer.data.to(self.dtype)
@@ -78,12 +81,12 @@ class Sharded:
             if self.stage < 3:
                 for name, param, _, shape in unit.params:
                     at, length = self.native.param(name)
-                    param.data = view(at, length, self.dtype).view(shape)
+                    set_memory(param, view(at, length, self.dtype).view(shape))
                 continue
             unit.flat = torch.empty(elems, dtype=self.dtype)
             unit.flat.untyped_storage().resize_(0)
             for _, param, _, _ in unit.params:
-                param.data = torch.empty(0, dtype=self.dtype)
+                set_memory(param, torch.empty(0, dtype=self.dtype))
 
     def _take(self, index, size):
         storage = self._by_index[index].flat.untyped_storage()

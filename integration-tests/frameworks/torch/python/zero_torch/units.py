@@ -19,6 +19,16 @@ def view(at, elems, dtype):
     return torch.frombuffer(memory, dtype=dtype)
 
 
+def set_memory(param, memory):
+    """Makes `param` a view of `memory`; it stays the same object."""
+    if param.is_meta:
+        new = nn.Parameter(memory, param.requires_grad)
+        new.__dict__.update(param.__dict__)
+        torch.utils.swap_tensors(param, new)
+    else:
+        param.data = memory
+
+
 def tensors(value):
     """The tensors in arguments or results."""
     if isinstance(value, torch.Tensor):
