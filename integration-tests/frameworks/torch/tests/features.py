@@ -7,6 +7,7 @@ import traceback
 import torch
 import zero_torch as deepspeed
 from programs import MODELS, ROWS, loss_of, loss_of_pictures, make, reference, rows_of
+from safetensors.torch import load_file, save_model
 from torch import nn
 
 STAGE, ONLY = int(sys.argv[1]), sys.argv[2:]
@@ -166,19 +167,57 @@ def schedulers():
 
 
 def generation():
+    """Each rank makes as many tokens as it likes, between steps and within one."""
+    engine = start(make("gpt2"), gradient_accumulation_steps=2)
+    train(engine, steps=2)
+    prompt = rows_of(0)[:2, :8]
+    lengths = {"max_new_tokens": 3 + 4 * engine.global_rank, "do_sample": False, "pad_token_id": 0}
+    engine.eval()
+    made = engine.module.generate(input_ids=prompt, **lengths)
+    plain = make("gpt2")
+    plain.load_state_dict(engine.consolidated_state_dict())
+    engine.train()
+
+    engine.backward(loss_of(engine, own_rows(engine, rows_of(2))))
+    engine.step()
+    engine.eval()
+    again = engine.generate(input_ids=prompt, **lengths)
+    engine.train()
+    engine.backward(loss_of(engine, own_rows(engine, rows_of(2), 1)))
+    engine.step()
+    engine.destroy()
+    want = plain.eval().generate(input_ids=prompt, **lengths)
+    assert torch.equal(made, want) and torch.equal(again, want), (made, want)
+
+
+def gathered():
     engine = start(make("gpt2"))
     train(engine, steps=2)
-    engine.eval()
-    prompt = rows_of(0)[:2, :8]
-    with torch.no_grad():
-        made = engine.module.generate(input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
     state = engine.consolidated_state_dict()
+    block = engine.module.transformer.h[1]
+    with deepspeed.zero.GatheredParameters(block):
+        own = {f"transformer.h.1.{name}": param.clone() for name, param in block.named_parameters()}
+        if STAGE == 3:
+            assert all(param.numel() == 0 for param in engine.module.transformer.h[2].parameters())
+    with deepspeed.zero.GatheredParameters(engine.module.lm_head.weight):
+        own["lm_head.weight"] = engine.module.lm_head.weight.clone()
+    assert all(torch.equal(value, state[name]) for name, value in own.items())
+    # A forward within it, whose backward comes behind it.
+    with deepspeed.zero.GatheredParameters(engine.module):
+        loss = loss_of(engine, own_rows(engine, rows_of(2)))
+    engine.backward(loss)
+    engine.step()
     plain = make("gpt2")
-    plain.load_state_dict(state)
-    with torch.no_grad():
-        want = plain.eval().generate(input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    want, _ = reference(plain, 3)
+    close([engine.loss], want[2:])
+    try:
+        with deepspeed.zero.GatheredParameters(block.parameters(), modifier_rank=0):
+            pass
+    except deepspeed.ConfigError as error:
+        assert "modifier_rank" in str(error)
+    else:
+        raise AssertionError("modifier_rank was accepted")
     engine.destroy()
-    assert torch.equal(made, want), (made, want)
 
 
 def checkpoints():
@@ -238,8 +277,6 @@ def without_memory():
 
 def weights_by_name():
     """Values from safetensors, the tied one by one of its names."""
-    from safetensors.torch import save_model
-
     torch.manual_seed(0)
     plain = MODELS["llama-tied"]().train()
     with tempfile.TemporaryDirectory() as folder:
@@ -274,6 +311,55 @@ def memory_of_the_start():
     assert STAGE < 3 or peak < state + blocks * unit // 2, (peak, state)
 
 
+def peft():
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    def build():
+        return get_peft_model(make("llama"), LoraConfig(target_modules=["q_proj", "v_proj"], r=4, lora_dropout=0.0))
+
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    model = build()
+    engine = start(model)
+    got = train(engine)
+    state = get_peft_model_state_dict(model, engine.consolidated_state_dict())
+    with deepspeed.zero.GatheredParameters(list(model.parameters())), tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        saved = load_file(f"{folder}/adapter_model.safetensors")
+    engine.destroy()
+    want, _ = reference(plain, STEPS)
+    close(got, want)
+    wanted = get_peft_model_state_dict(plain)
+    assert state.keys() == wanted.keys() == saved.keys()
+    assert all(torch.allclose(state[name], wanted[name], atol=1e-6) and torch.equal(state[name], saved[name]) for name in wanted)
+
+
+def compiled(backend="aot_eager"):
+    """Blocks compiled by themselves, and the module as a whole."""
+
+    def by_blocks():
+        model = make("llama")
+        for block in model.model.layers:
+            block.compile(backend=backend)
+        return model
+
+    def whole():
+        model = make("gpt2")
+        model.compile(backend=backend)
+        return model
+
+    same_as_plain(by_blocks)
+    same_as_plain(whole)
+
+    torch.manual_seed(0)
+    engine = start(make("gpt2"))
+    engine.compile(backend=backend)
+    got = train(engine)
+    engine.destroy()
+    close(got, reference(make("gpt2"), STEPS)[0])
+
+
 def wrong_settings():
     for config, text in [
         ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "is not train_micro_batch_size_per_gpu"),
@@ -291,8 +377,9 @@ def wrong_settings():
 
 
 FEATURES = [
-    frozen, adapters, unused, groups, shared_by_blocks, two_backwards, retained_graph, schedulers, generation, checkpoints,
-    errors_in_forward, without_memory, weights_by_name, memory_of_the_start, wrong_settings,
+    frozen, adapters, unused, groups, shared_by_blocks, two_backwards, retained_graph, schedulers, generation, gathered, checkpoints,
+    errors_in_forward, without_memory, weights_by_name, memory_of_the_start, peft, compiled,
+    wrong_settings,
 ]
 failed = []
 for feature in FEATURES:

@@ -32,6 +32,14 @@ class Engine(nn.Module):
         # The learning rate that the engine has.
         self._lr = config.lr
 
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 

@@ -7,13 +7,23 @@ before backward, and release it behind both. Views that autograd has saved see t
 """
 
 import ctypes
+import functools
 import weakref
+from contextlib import contextmanager
 
 import torch
 
 from . import _native
 from .init import fill_others, forget, value_of
 from .units import DTYPES, NAMES, ROOT, replaced, set_memory, tensors, units_of, view
+
+
+_all = weakref.WeakSet()
+
+
+def sharded_of(param):
+    """The sharded module that has `param`, if any."""
+    return next((sharded for sharded in _all if sharded.has(param)), None)
 
 
 class AfterBackward(torch.autograd.Function):
@@ -39,6 +49,7 @@ class Sharded:
         self.module, self.stage, self.dtype = module, config.stage, DTYPES[config.dtype]
         self.trained = [(name, param) for name, param in names.items() if groups.is_trained(name)]
         self._unit_of = units_of(module, names)
+        self._unit_of_id = {id(param): self._unit_of[name] for name, param in names.items()}
         self._units = {unit.name: unit for unit in self._unit_of.values()}
         params = [(name, self._unit_of[name].name, list(param.shape), groups.of_name[name]) for name, param in names.items()]
 
@@ -62,6 +73,9 @@ class Sharded:
             if buffer.is_floating_point() and self.dtype != torch.float32:
                 buffer.data = buffer.data.to(self.dtype)
         self._add_hooks()
+        if hasattr(module, "generate"):
+            self._hold_while_generating()
+        _all.add(self)
         # Whether a step is open; whether a forward without gradients has opened it; the gradients that it has.
         self.is_open, self._is_evaluation, self._arrived = False, False, set()
 
@@ -105,7 +119,7 @@ class Sharded:
             param.data = unit.flat[start:start + shape.numel()].view(shape)
 
     def _release(self, unit):
-        if not unit.is_whole:
+        if not unit.is_whole or unit.is_held:
             return
         unit.is_whole = False
         for _, param, _, _ in unit.params:
@@ -117,6 +131,9 @@ class Sharded:
         is_read = unit.has_passed if unit.is_tracked else unit.trained == len(unit.params)
         if unit.arrived >= unit.trained and is_read and not unit.is_root:
             self._release(unit)
+
+    def has(self, param):
+        return id(param) in self._unit_of_id
 
     # ---- hooks
 
@@ -135,24 +152,61 @@ class Sharded:
             )
             unit.module.register_forward_hook(lambda module, args, out, unit=unit: self._after_block(unit, out), always_call=True)
 
-    def _before_root(self):
+    def _open(self, is_evaluation):
         if not self.is_open:
             self.native.begin()
             self.is_open = True
-            self._is_evaluation = not torch.is_grad_enabled()
-        elif torch.is_grad_enabled():
-            self._is_evaluation = False
+            self._is_evaluation = is_evaluation
+        self._is_evaluation &= is_evaluation
+
+    def _close(self):
+        """Releases all units, and ends a step that had no forward with gradients."""
+        for unit in self._units.values():
+            self._release(unit)
+        if self._is_evaluation and not self._holds():
+            self.is_open, self._is_evaluation = False, False
+            self.native.end_without_update()
+
+    def _holds(self):
+        return any(unit.is_held for unit in self._units.values())
+
+    @contextmanager
+    def whole(self, params=None):
+        """The units of `params`, or all, stay whole in this context, which all ranks enter and leave together.
+
+        Forwards without gradients are free within it when it holds all: ranks may run different numbers of them.
+        """
+        units = list(self._units.values()) if params is None else {self._unit_of_id[id(param)] for param in params}
+        units = [unit for unit in self._units.values() if unit in units and not unit.is_held]
+        self._open(is_evaluation=True)
+        for unit in units:
+            self._gather(unit)
+            unit.is_held = True
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.is_held = False
+            self._close()
+
+    def _before_root(self):
+        self._open(is_evaluation=not torch.is_grad_enabled())
         if ROOT in self._units:
             self._gather(self._units[ROOT])
 
     def _after_root(self):
-        if torch.is_grad_enabled():
-            return
-        for unit in self._units.values():
-            self._release(unit)
-        if self._is_evaluation:
-            self.is_open, self._is_evaluation = False, False
-            self.native.end_without_update()
+        if not torch.is_grad_enabled():
+            self._close()
+
+    def _hold_while_generating(self):
+        generate = self.module.generate
+
+        @functools.wraps(generate)
+        def held(*args, **kwargs):
+            with self.whole():
+                return generate(*args, **kwargs)
+
+        self.module.generate = held
 
     def _before_block(self, unit, args, kwargs):
         self._gather(unit)
@@ -205,6 +259,8 @@ class Sharded:
 
     def end(self, loss):
         """Updates; returns the mean loss, whether the update was skipped, the gradients' norm, the learning rate."""
+        if self._holds():
+            raise RuntimeError("engine.step within GatheredParameters: leave that context before")
         self._arrived.clear()
         self.is_open = False
         return self.native.end(loss)

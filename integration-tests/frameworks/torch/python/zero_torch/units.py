@@ -80,6 +80,8 @@ class Unit:
         self.flat = None
         # Whether its parameters are whole, at stage 3.
         self.is_whole = False
+        # Whether it stays so.
+        self.is_held = False
         # Trained parameters, and those whose gradient has arrived in this backward.
         self.trained = 0
         self.arrived = 0
