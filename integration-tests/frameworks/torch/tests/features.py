@@ -8,7 +8,8 @@ import traceback
 
 import torch
 import zero_torch as deepspeed
-from programs import ROWS, loss_of, make, reference, rows_of
+from programs import MODELS, ROWS, loss_of, loss_of_pictures, make, reference, rows_of
+from safetensors.torch import load_file, save_model
 from torch import nn
 from zero_torch.config import Config
 
@@ -190,19 +191,57 @@ def schedulers():
 
 
 def generation():
+    """Each rank makes as many tokens as it likes, between steps and within one."""
+    engine = start(make("gpt2"), gradient_accumulation_steps=2)
+    train(engine, steps=2)
+    prompt = rows_of(0)[:2, :8]
+    lengths = {"max_new_tokens": 3 + 4 * engine.global_rank, "do_sample": False, "pad_token_id": 0}
+    engine.eval()
+    made = engine.module.generate(input_ids=prompt, **lengths)
+    plain = make("gpt2")
+    plain.load_state_dict(engine.consolidated_state_dict())
+    engine.train()
+
+    engine.backward(loss_of(engine, own_rows(engine, rows_of(2))))
+    engine.step()
+    engine.eval()
+    again = engine.generate(input_ids=prompt, **lengths)
+    engine.train()
+    engine.backward(loss_of(engine, own_rows(engine, rows_of(2), 1)))
+    engine.step()
+    engine.destroy()
+    want = plain.eval().generate(input_ids=prompt, **lengths)
+    assert torch.equal(made, want) and torch.equal(again, want), (made, want)
+
+
+def gathered():
     engine = start(make("gpt2"))
     train(engine, steps=2)
-    engine.eval()
-    prompt = rows_of(0)[:2, :8]
-    with torch.no_grad():
-        made = engine.module.generate(input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
     state = engine.consolidated_state_dict()
+    block = engine.module.transformer.h[1]
+    with deepspeed.zero.GatheredParameters(block):
+        own = {f"transformer.h.1.{name}": param.clone() for name, param in block.named_parameters()}
+        if STAGE == 3:
+            assert all(param.numel() == 0 for param in engine.module.transformer.h[2].parameters())
+    with deepspeed.zero.GatheredParameters(engine.module.lm_head.weight):
+        own["lm_head.weight"] = engine.module.lm_head.weight.clone()
+    assert all(torch.equal(value, state[name]) for name, value in own.items())
+    # A forward within it, whose backward comes behind it.
+    with deepspeed.zero.GatheredParameters(engine.module):
+        loss = loss_of(engine, own_rows(engine, rows_of(2)))
+    engine.backward(loss)
+    engine.step()
     plain = make("gpt2")
-    plain.load_state_dict(state)
-    with torch.no_grad():
-        want = plain.eval().generate(input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    want, _ = reference(plain, 3)
+    close([engine.loss], want[2:])
+    try:
+        with deepspeed.zero.GatheredParameters(block.parameters(), modifier_rank=0):
+            pass
+    except deepspeed.ConfigError as error:
+        assert "modifier_rank" in str(error)
+    else:
+        raise AssertionError("modifier_rank was accepted")
     engine.destroy()
-    assert torch.equal(made, want), (made, want)
 
 
 def checkpoints():
@@ -261,6 +300,110 @@ def errors_in_forward():
         return loss_of(model, rows)
 
     same_as_plain(lambda: make("gpt2"), loss_of=loss)
+
+
+def without_memory():
+    """Built within init(): the values of the plain program, and its random numbers behind it."""
+    for kind in ("gpt2", "llama-tied", "vit"):
+        torch.manual_seed(0)
+        plain, want_next = MODELS[kind]().train(), torch.rand(3)
+        torch.manual_seed(0)
+        with deepspeed.init():
+            model = MODELS[kind]().train()
+        assert torch.equal(torch.rand(3), want_next) and all(param.is_meta for param in model.parameters())
+        for made in (plain, model):
+            next(made.children()).get_submodule("layers.1" if kind != "gpt2" else "h.1").requires_grad_(False)
+        loss = loss_of_pictures if kind == "vit" else loss_of
+        engine = start(model)
+        got = train(engine, loss)
+        engine.destroy()
+        want, _ = reference(plain, STEPS, loss_of=loss)
+        close(got, want)
+
+
+def weights_by_name():
+    """Values from safetensors, the tied one by one of its names."""
+    torch.manual_seed(0)
+    plain = MODELS["llama-tied"]().train()
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(plain, f"{folder}/model.safetensors")
+        with deepspeed.init(weights=folder):
+            model = MODELS["llama-tied"]().train()
+        engine = start(model)
+    got = train(engine)
+    engine.destroy()
+    want, _ = reference(plain, STEPS)
+    close(got, want)
+
+
+def memory_of_the_start():
+    """At stage 3 rank 0 needs its part of the state and a few units, never the whole model."""
+    def status(name):
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+    blocks, width = 32, 1024
+    unit = 4 * width * width * 2
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    before = status("VmRSS")
+    with deepspeed.init():
+        model = nn.Sequential(nn.ModuleList(nn.Sequential(nn.Linear(width, 2 * width, bias=False)) for _ in range(blocks)))
+    engine = start(model)
+    peak = status("VmHWM") - before
+    state = 4 * blocks * unit // engine.world_size if STAGE == 3 else None
+    engine.destroy()
+    print(f"state {state and state >> 20} MiB, model {blocks * unit >> 20}, peak {peak >> 20}", flush=True)
+    assert STAGE < 3 or peak < state + blocks * unit // 2, (peak, state)
+
+
+def peft():
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    def build():
+        return get_peft_model(make("llama"), LoraConfig(target_modules=["q_proj", "v_proj"], r=4, lora_dropout=0.0))
+
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    model = build()
+    engine = start(model)
+    got = train(engine)
+    state = get_peft_model_state_dict(model, engine.consolidated_state_dict())
+    with deepspeed.zero.GatheredParameters(list(model.parameters())), tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        saved = load_file(f"{folder}/adapter_model.safetensors")
+    engine.destroy()
+    want, _ = reference(plain, STEPS)
+    close(got, want)
+    wanted = get_peft_model_state_dict(plain)
+    assert state.keys() == wanted.keys() == saved.keys()
+    assert all(torch.allclose(state[name], wanted[name], atol=1e-6) and torch.equal(state[name], saved[name]) for name in wanted)
+
+
+def compiled(backend="aot_eager"):
+    """Blocks compiled by themselves, and the module as a whole."""
+
+    def by_blocks():
+        model = make("llama")
+        for block in model.model.layers:
+            block.compile(backend=backend)
+        return model
+
+    def whole():
+        model = make("gpt2")
+        model.compile(backend=backend)
+        return model
+
+    same_as_plain(by_blocks)
+    same_as_plain(whole)
+
+    torch.manual_seed(0)
+    engine = start(make("gpt2"))
+    engine.compile(backend=backend)
+    got = train(engine)
+    engine.destroy()
+    close(got, reference(make("gpt2"), STEPS)[0])
 
 
 def wrong_settings():
@@ -325,8 +468,8 @@ def settings():
 
 
 FEATURES = [
-    frozen, adapters, unused, groups, shared_by_blocks, two_backwards, retained_graph, schedulers, generation, checkpoints,
-    released_parameters, errors_in_forward, wrong_settings, settings,
+    frozen, adapters, unused, groups, shared_by_blocks, two_backwards, retained_graph, schedulers, generation, gathered, checkpoints,
+    released_parameters, errors_in_forward, without_memory, weights_by_name, memory_of_the_start, peft, compiled, wrong_settings, settings,
 ]
 failed = []
 for feature in FEATURES:

@@ -1,6 +1,8 @@
 """ZeRO for any `torch.nn.Module`, by DeepSpeed's calls: `import zero_torch as deepspeed`."""
 
+from . import zero
 from .config import ConfigError
 from .engine import Engine, initialize
+from .init import init
 
-__all__ = ["ConfigError", "Engine", "initialize"]
+__all__ = ["ConfigError", "Engine", "init", "initialize", "zero"]

@@ -35,6 +35,14 @@ class Engine(nn.Module):
         # The rules of groups that the engine has.
         self._rules = [rules[:2] for rules in groups.settings[:-1]]
 
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 

@@ -11,13 +11,23 @@ unit is released in backward when all trained parameters have their gradients an
 """
 
 import ctypes
+import functools
 import weakref
+from contextlib import contextmanager
 
 import torch
 
 from . import _native
-from .units import DTYPES, NAMES, ROOT, replaced, tensors, units_of, view
+from .init import fill_others, forget, value_of
+from .units import DTYPES, NAMES, ROOT, replaced, set_memory, tensors, units_of, view
 from .world import end
+
+_all = weakref.WeakSet()
+
+
+def sharded_of(param):
+    """The sharded module that has `param`, if any."""
+    return next((sharded for sharded in _all if sharded.has(param)), None)
 
 
 def allocate(size):
@@ -57,11 +67,12 @@ class Sharded:
         self.module, self.stage, self.dtype = module, config.stage, DTYPES[config.dtype]
         self.trained = [(name, param) for name, param in names.items() if groups.is_trained(name)]
         self._unit_of = units_of(module, names)
+        self._unit_of_id = {id(param): self._unit_of[name] for name, param in names.items()}
         self._units = {unit.name: unit for unit in self._unit_of.values()}
         params = [(name, self._unit_of[name].name, list(param.shape), groups.of_name[name]) for name, param in names.items()]
 
         def init(name, at, elems):
-            values = names[name].detach().to("cpu", torch.float32).contiguous()
+            values = value_of(names[name], module).to("cpu", torch.float32).contiguous()
             ctypes.memmove(at, values.data_ptr(), 4 * elems)
 
         # The engine calls back while it exists; it must not keep this.
@@ -75,11 +86,16 @@ class Sharded:
         # Also at the end of the interpreter.
         self.close = weakref.finalize(self, close, self.native, self._handles, list(names.values()))
 
+        fill_others(module)
         self._lay_out(names)
+        forget()
         for buffer in module.buffers():
             if buffer.is_floating_point() and self.dtype != torch.float32:
                 buffer.data = buffer.data.to(self.dtype)
         self._add_hooks()
+        if hasattr(module, "generate"):
+            self._hold_while_generating()
+        _all.add(self)
         # Whether a step is open; whether a forward without gradients has opened it; the gradients that it has.
         self.is_open, self._is_evaluation, self._arrived = False, False, set()
 
@@ -97,12 +113,12 @@ class Sharded:
             if self.stage < 3:
                 for name, param in unit.params.items():
                     at, length = self.native.param(name)
-                    param.data = view(at, length, self.dtype).view(param.shape)
+                    set_memory(param, view(at, length, self.dtype).view(param.shape))
                 continue
             unit.flat = torch.empty(elems, dtype=self.dtype)
             for name, start in places:
                 param = names[name]
-                param.data = unit.flat[start:start + param.numel()].view(param.shape)
+                set_memory(param, unit.flat[start:start + param.numel()].view(param.shape))
             self._empty(unit)
 
     def _take(self, index, size):
@@ -132,7 +148,7 @@ class Sharded:
         unit.is_whole = True
 
     def _release(self, unit):
-        if not unit.is_whole:
+        if not unit.is_whole or unit.is_held:
             return
         unit.is_whole = False
         self.native.reshard(unit.name)
@@ -140,6 +156,9 @@ class Sharded:
     def _release_if_done(self, unit):
         if unit.arrived == unit.trained and not unit.active and not unit.is_root:
             self._release(unit)
+
+    def has(self, param):
+        return id(param) in self._unit_of_id
 
     # ---- hooks
 
@@ -166,24 +185,61 @@ class Sharded:
                         lambda module, args, out, unit=unit: self._after_module(unit, module, out), always_call=True
                     ))
 
-    def _before_root(self):
+    def _open(self, is_evaluation):
         if not self.is_open:
             self.native.begin()
             self.is_open = True
-            self._is_evaluation = not torch.is_grad_enabled()
-        elif torch.is_grad_enabled():
-            self._is_evaluation = False
+            self._is_evaluation = is_evaluation
+        self._is_evaluation &= is_evaluation
+
+    def _close(self):
+        """Releases all units, and ends a step that had no forward with gradients."""
+        for unit in self._units.values():
+            self._release(unit)
+        if self._is_evaluation and not self._holds():
+            self.is_open, self._is_evaluation = False, False
+            self.native.end_without_update()
+
+    def _holds(self):
+        return any(unit.is_held for unit in self._units.values())
+
+    @contextmanager
+    def whole(self, params=None):
+        """The units of `params`, or all, stay whole in this context, which all ranks enter and leave together.
+
+        Forwards without gradients are free within it when it holds all: ranks may run different numbers of them.
+        """
+        units = list(self._units.values()) if params is None else {self._unit_of_id[id(param)] for param in params}
+        units = [unit for unit in self._units.values() if unit in units and not unit.is_held]
+        self._open(is_evaluation=True)
+        for unit in units:
+            self._gather(unit)
+            unit.is_held = True
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.is_held = False
+            self._close()
+
+    def _before_root(self):
+        self._open(is_evaluation=not torch.is_grad_enabled())
         if ROOT in self._units:
             self._gather(self._units[ROOT])
 
     def _after_root(self):
-        if torch.is_grad_enabled():
-            return
-        for unit in self._units.values():
-            self._release(unit)
-        if self._is_evaluation:
-            self.is_open, self._is_evaluation = False, False
-            self.native.end_without_update()
+        if not torch.is_grad_enabled():
+            self._close()
+
+    def _hold_while_generating(self):
+        generate = self.module.generate
+
+        @functools.wraps(generate)
+        def held(*args, **kwargs):
+            with self.whole():
+                return generate(*args, **kwargs)
+
+        self.module.generate = held
 
     def _before_module(self, unit, module, args, kwargs):
         if unit.caller is not None or (unit.is_whole and module is not unit.module):
@@ -264,6 +320,8 @@ class Sharded:
 
     def end(self, loss):
         """Updates; returns the mean loss, whether the update was skipped, the gradients' norm, the learning rate."""
+        if self._holds():
+            raise RuntimeError("engine.step within GatheredParameters: leave that context before")
         self._arrived.clear()
         self.is_open = False
         return self.native.end(loss)

@@ -20,6 +20,16 @@ def view(at, elems, dtype):
     return torch.frombuffer(memory, dtype=dtype)
 
 
+def set_memory(param, memory):
+    """Makes `param` a view of `memory`; it stays the same object."""
+    if param.is_meta:
+        new = nn.Parameter(memory, param.requires_grad)
+        new.__dict__.update(param.__dict__)
+        torch.utils.swap_tensors(param, new)
+    else:
+        param.data = memory
+
+
 def tensors(value, in_objects=True):
     """The tensors in arguments or results, also, unless not wished for, in the attributes of an object."""
     if isinstance(value, torch.Tensor):
@@ -74,8 +84,8 @@ class Unit:
         # Its parameters by their full names.
         self.params = {}
         self.flat = None
-        # Whether its parameters are whole, at stage 3, and the module whose forward made them so.
-        self.is_whole, self.caller = False, None
+        # Whether its parameters are whole, at stage 3, whether they stay so, and the module whose forward made them so.
+        self.is_whole, self.is_held, self.caller = False, False, None
         # Names of the trained parameters, and of those whose gradient has arrived since the last use began its backward.
         self.trained, self.arrived = set(), set()
         # Uses whose backward has begun, but has not passed their inputs.
