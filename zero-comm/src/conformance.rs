@@ -43,6 +43,8 @@ pub struct Plan {
     pub sums: Sums,
     /// Time limit of a wait for a stream.
     pub limit: Duration,
+    /// Whether to split the communicator, which not every back end can.
+    pub splits: bool,
 }
 
 impl Default for Plan {
@@ -54,6 +56,7 @@ impl Default for Plan {
             max_segment_elems: 6000,
             sums: Sums::RankOrder,
             limit,
+            splits: true,
         }
     }
 }
@@ -63,7 +66,8 @@ zero_alloc::setters!(Plan {
     cases: usize,
     max_segment_elems: usize,
     sums: Sums,
-    limit: Duration
+    limit: Duration,
+    splits: bool
 });
 
 /// An element type of the suite, with plain functions to draw and combine values.
@@ -659,6 +663,9 @@ pub fn check<D: Device>(
 
     check_all(&all)?;
     exchanges_messages(&all)?;
+    if !plan.splits {
+        return Ok(());
+    }
     let rank = comm.rank();
     let n = comm.world_size();
 

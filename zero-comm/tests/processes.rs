@@ -1,28 +1,102 @@
-//! Ranks that are processes, over shared memory: this program starts itself once a rank and checks
-//! the output.
+//! Ranks that are processes, over shared memory and over bytes that this program moves: it starts
+//! itself once a rank and checks the output.
 
 mod common;
 
-use std::net::TcpListener;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::launched::{self, Ended, FAULTS};
+use common::launched::{self, Ended, FAULTS, FOLDER};
 use common::{Comm, LIMIT};
-use zero_comm::CommOptions;
-use zero_comm::processes::ProcessComm;
+use zero_comm::processes::{Exchange, Part, ProcessComm};
 use zero_comm::world::Ranks;
+use zero_comm::{Collective, CommOptions};
+
+/// Sockets to the other ranks; `None` in this rank's place.
+struct Sockets(Vec<Option<UnixStream>>);
+
+impl Sockets {
+    /// Connects to the ranks below this one, and accepts those above.
+    fn connect(folder: &Path, rank: usize, world_size: usize) -> Self {
+        let place = |rank: usize| folder.join(rank.to_string());
+        let listener = UnixListener::bind(place(rank)).unwrap();
+        let mut sockets: Vec<Option<UnixStream>> = (0..world_size).map(|_| None).collect();
+        for (lower, socket) in sockets.iter_mut().enumerate().take(rank) {
+            let begun = Instant::now();
+            let mut connected = loop {
+                match UnixStream::connect(place(lower)) {
+                    Ok(connected) => break connected,
+                    Err(error) => assert!(begun.elapsed() < LIMIT, "{error}"),
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            };
+            connected.write_all(&[rank as u8]).unwrap();
+            *socket = Some(connected);
+        }
+        for _ in rank + 1..world_size {
+            let (mut accepted, _) = listener.accept().unwrap();
+            let mut other = [0];
+            accepted.read_exact(&mut other).unwrap();
+            sockets[usize::from(other[0])] = Some(accepted);
+        }
+        Self(sockets)
+    }
+}
+
+impl Exchange for Sockets {
+    fn exchange(&self, parts: Vec<Part<'_>>) -> Result<(), String> {
+        std::thread::scope(|scope| {
+            let moves = parts.into_iter().map(|Part { rank, send, recv }| {
+                let mut socket = self.0[rank].as_ref().unwrap();
+                let sent = scope.spawn(move || socket.write_all(send));
+                (socket.read_exact(recv), sent)
+            });
+            let moves: Vec<_> = moves.collect();
+            moves.into_iter().try_for_each(|(received, sent)| {
+                let sent = sent.join().unwrap();
+                received.and(sent).map_err(|error| error.to_string())
+            })
+        })
+    }
+
+    fn abort(&self) {
+        for socket in self.0.iter().flatten() {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
 
 fn rank_main(what: &str) -> ExitCode {
     let ranks = Ranks::from_env().unwrap().unwrap();
     let options = CommOptions::default().limit(launched::limit_of(what));
-    let comm: Comm = Arc::new(ProcessComm::join(&ranks, options).unwrap());
+    let comm = match std::env::var_os(FOLDER).map(PathBuf::from) {
+        None => ProcessComm::join(&ranks, options),
+        Some(folder) => {
+            let sockets = Sockets::connect(&folder, ranks.rank, ranks.world_size);
+            ProcessComm::join_over(&ranks, options, Arc::new(sockets))
+        }
+    };
+    let comm: Comm = Arc::new(comm.unwrap());
     launched::rank_main(what, &comm)
 }
 
 /// Starts this program as `n` ranks. Ranks that still sleep when the others have ended are killed.
 fn launch(n: usize, what: &str) -> Ended {
+    launch_in(None, n, what)
+}
+
+/// As [`launch`], of ranks that share no memory.
+fn launch_apart(n: usize, what: &str) -> Ended {
+    let folder = tempfile::tempdir().unwrap();
+    launch_in(Some(folder.path()), n, what)
+}
+
+fn launch_in(folder: Option<&Path>, n: usize, what: &str) -> Ended {
     let begun = Instant::now();
     // The listener is dropped, and its port is free again.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
@@ -36,6 +110,7 @@ fn launch(n: usize, what: &str) -> Ended {
                 ("MASTER_ADDR", "127.0.0.1"),
                 ("MASTER_PORT", &*port),
             ])
+            .envs(folder.map(|folder| (FOLDER, folder)))
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -85,9 +160,20 @@ fn main() -> ExitCode {
     }
 
     let faults = [&FAULTS[..], &["stopped"]].concat();
-    launched::check_all(&launch, &faults, &|kind, which| match kind {
+    let texts = |kind: &str, which: Collective| match kind {
         "stalled" | "stopped" => vec!["rank 1 did not reach it within", which.name()],
         _ => vec!["rank 1", "its process or its connection ended"],
-    });
+    };
+    launched::check_all(&launch, &faults, &texts);
+    println!("over bytes that the program moves:");
+    let faults = [
+        "killed-before",
+        "killed-during",
+        "stalled",
+        "count",
+        "abort",
+        "panic",
+    ];
+    launched::check_all(&launch_apart, &faults, &texts);
     ExitCode::SUCCESS
 }

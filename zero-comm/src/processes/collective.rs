@@ -463,6 +463,9 @@ pub(super) fn reduce(op: ReduceOp, pieces: &[&[u8]], out: AnySlice) -> Result<()
         Ok(())
     }
 
+    if out.is_empty() {
+        return Ok(());
+    }
     match CommDType::try_from(out.dtype()) {
         Ok(CommDType::F32) => of::<f32>(op, pieces, out),
         Ok(CommDType::F64) => of::<f64>(op, pieces, out),

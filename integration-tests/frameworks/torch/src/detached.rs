@@ -32,7 +32,7 @@ pub(crate) fn detached<R: Send>(
             let Some(Err(error)) = Python::try_attach(|py| py.check_signals()) else {
                 return false;
             };
-            let reason = error.to_string();
+            let reason = error.to_string().trim_end_matches(": ").to_owned();
             seen.replace(Some(error));
             match comm.clone() {
                 // Not on this thread: the wait may hold what an abort needs.

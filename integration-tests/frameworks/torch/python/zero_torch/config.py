@@ -1,17 +1,10 @@
 """DeepSpeed's configuration, by the rules of `zero train --config`; what this engine does not have is refused by name."""
 
 import json
-import logging
 import os
 
 from . import _native
-from .world import world
-
-log = logging.getLogger("zero_torch")
-
-
-class ConfigError(ValueError):
-    """A key or a value that cannot be used."""
+from .world import ConfigError, log
 
 
 class Config:
@@ -35,9 +28,8 @@ class Config:
         except ValueError as error:
             raise ConfigError(f"{place}{error}") from None
         vars(self).update(settings)
-        if world().rank == 0:
-            for warning in self.warnings:
-                log.warning("%s%s", place, warning)
+        for warning in self.warnings:
+            log.warning("%s%s", place, warning)
 
     def take_optimizer(self, optimizer):
         """Takes the settings of an optimizer of torch, which the engine replaces."""

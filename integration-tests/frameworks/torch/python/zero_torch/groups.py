@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from .config import ConfigError
+from .world import ConfigError
 
 
 class Groups:

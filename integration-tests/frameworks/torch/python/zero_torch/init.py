@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from .config import ConfigError
+from .world import ConfigError
 from .units import tensors
 
 aten = torch.ops.aten

@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+import threading
 from datetime import timedelta
 
 import torch
@@ -19,6 +20,7 @@ class Transport:
         if self._is_own:
             dist.init_process_group("gloo", timeout=limit)
         self._group = dist.new_group(backend="gloo", timeout=limit)
+        self._aborting = threading.Lock()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
         # Where the engine's ranks meet, and the secret that admits them.
@@ -49,11 +51,16 @@ class Transport:
 
     def abort(self):
         """Closes the group's connections, which ends its transfers with an error, here and on the other ranks."""
-        try:
-            # gloo closes them at a wait that is late. Nothing is sent with this tag.
-            dist.irecv(torch.empty(1, dtype=torch.uint8), (self.rank + 1) % self.world_size, self._group, tag=1).wait(timedelta(milliseconds=1))
-        except (RuntimeError, ValueError):
-            pass
+        # One at a time: behind it all are closed.
+        with self._aborting:
+            for rank in range(self.world_size):
+                try:
+                    # gloo closes all connections at a wait that is late. Nothing is sent with this tag.
+                    if rank != self.rank:
+                        dist.irecv(torch.empty(1, dtype=torch.uint8), rank, self._group, tag=1).wait(timedelta(milliseconds=1))
+                except (RuntimeError, ValueError):
+                    # Late, or closed before; the next one may be open.
+                    pass
 
     def close(self):
         if self._is_own and dist.is_initialized():

@@ -7,7 +7,11 @@ import sys
 import traceback
 
 from . import _native
-from .config import ConfigError
+
+
+class ConfigError(ValueError):
+    """A key or a value that cannot be used."""
+
 
 # Of a wait for another rank, in seconds.
 LIMIT = 600.0

@@ -4,7 +4,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from .config import ConfigError
+from .world import ConfigError
 from .init import init
 from .sharded import sharded_of
 
