@@ -2,20 +2,18 @@
 
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::sync::Arc;
 
 use pyo3::prelude::*;
 use zero_alloc::with_interrupt;
-use zero_comm::Communicator;
 
-use crate::Host;
+use crate::world::Comm;
 
 /// Calls `call` without Python's lock. While it waits, handlers of signals run, about once a second.
 /// If one raises, as that of SIGINT does, `comm` is aborted with it, which ends the waits on all
 /// ranks; without `comm`, the limit of the wait passes at once. Then it is returned.
 pub(crate) fn detached<R: Send>(
     py: Python<'_>,
-    comm: Option<Arc<dyn Communicator<Host>>>,
+    comm: Option<Comm>,
     call: impl FnOnce() -> PyResult<R> + Send,
 ) -> PyResult<R> {
     if comm.as_ref().is_some_and(|comm| comm.world_size() == 1) {

@@ -1,6 +1,7 @@
 //! One rank of a run.
 
 use std::collections::HashMap;
+use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,18 +9,21 @@ use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use zero_alloc::Pool;
-use zero_alloc::device::{AnySlice, DType, DeviceId};
+use zero_alloc::cuda::CudaDevice;
+use zero_alloc::cuda::interop::stream_from_raw;
+use zero_alloc::device::{AnySlice, DType, Device, Memory};
 use zero_alloc::host::HostDevice;
 use zero_comm::{Communicator, PrefetchOptions};
+use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::framework::{Builder, FrameworkError, HeldUnit, Rank, Step, Zero};
 use zero_optim::{GroupRules, OptimizerConfig};
 use zero_shard::ZeroStage;
 
 use crate::detached::detached;
+use crate::failed;
 use crate::storages::{Owner, Storages, Tensors};
-use crate::world::{Process, World};
-use crate::{Host, failed};
+use crate::world::{Comm, Process, World};
 
 /// Elements of a bucket: shared memory moves far fewer at a time.
 const BUCKET_ELEMS: usize = 1 << 18;
@@ -34,24 +38,37 @@ fn dtype_of(name: &str) -> PyResult<DType> {
 }
 
 /// A run, and the units that it holds.
-struct Run {
+struct Run<D: Device> {
     // Dropped before the run: they are of its step.
-    held: HashMap<String, HeldUnit<Host>>,
-    zero: Zero<Host>,
-    comm: Arc<dyn Communicator<Host>>,
+    held: HashMap<String, HeldUnit<D>>,
+    zero: Zero<D>,
 }
 
-impl Run {
-    fn step(&mut self) -> PyResult<Step<'_, Host>> {
+/// A run on this rank's device.
+enum AnyRun {
+    Host(Run<HostDevice>),
+    Cuda(Run<CudaDevice>),
+}
+
+impl<D: Device> Run<D> {
+    fn step(&mut self) -> PyResult<Step<'_, D>> {
         self.zero
             .open_step()
             .ok_or_else(|| failed("no step is open"))
     }
 
+    /// Ends an open step, on all ranks, with `reason`.
+    fn fail(&mut self, reason: &str) {
+        if let Some(mut step) = self.zero.open_step() {
+            step.fail(reason);
+            step.pause();
+        }
+    }
+
     /// Calls `call` with the open step, which stays open.
     fn in_step<R>(
         &mut self,
-        call: impl FnOnce(&mut Step<'_, Host>) -> Result<R, FrameworkError>,
+        call: impl FnOnce(&mut Step<'_, D>) -> Result<R, FrameworkError>,
     ) -> PyResult<R> {
         let mut step = self.step()?;
         let result = call(&mut step);
@@ -63,7 +80,8 @@ impl Run {
 /// One rank of a run.
 #[pyclass(frozen)]
 pub(crate) struct Engine {
-    run: Mutex<Option<Run>>,
+    run: Mutex<Option<AnyRun>>,
+    comm: Comm,
     process: Process,
 }
 
@@ -83,60 +101,132 @@ type Group = (f64, Option<f64>, bool);
 
 impl Engine {
     /// Calls `call` without Python's lock.
-    fn with<R: Send>(
+    fn call<R: Send>(
         &self,
         py: Python<'_>,
-        call: impl FnOnce(&mut Run) -> PyResult<R> + Send,
+        call: impl FnOnce(&mut AnyRun) -> PyResult<R> + Send,
     ) -> PyResult<R> {
         if !self.process.is_this() {
             return Err(failed(
                 "the engine belongs to the process that made it, and not to a fork of that",
             ));
         }
-        let closed = || failed("the engine is closed");
-        let comm = self.lock()?.as_ref().map(|run| Arc::clone(&run.comm));
-        detached(py, Some(comm.ok_or_else(closed)?), || {
+        detached(py, Some(self.comm.clone()), || {
             let mut run = self.lock()?;
-            call(run.as_mut().ok_or_else(closed)?)
+            call(run.as_mut().ok_or_else(|| failed("the engine is closed"))?)
         })
     }
 
     /// The run. A handler of a signal that calls the engine may interrupt a call of this thread.
-    fn lock(&self) -> PyResult<MutexGuard<'_, Option<Run>>> {
+    fn lock(&self) -> PyResult<MutexGuard<'_, Option<AnyRun>>> {
         self.run.try_lock().ok_or_else(|| {
             failed("the engine is in another call, of a thread or below a signal's handler")
         })
     }
 }
 
-/// The settings of a run but its parameters.
-fn builder(
-    comm: Arc<dyn Communicator<Host>>,
-    stage: u8,
+/// Calls an [`Engine`] with its run, on any device.
+macro_rules! with {
+    ($engine:ident, $py:ident, |$run:ident| $body:expr) => {
+        $engine.call($py, |run| match run {
+            AnyRun::Host($run) => $body,
+            AnyRun::Cuda($run) => $body,
+        })
+    };
+}
+
+/// What a run is made of.
+struct Made<'a> {
+    stage: ZeroStage,
     dtypes: (DType, Option<DType>),
-    optimizer: &str,
+    optimizer: OptimizerConfig,
     micro_batches: usize,
+    params: Vec<Param>,
+    groups: Vec<Group>,
+    init: &'a Py<PyAny>,
+    memory: [Py<PyAny>; 3],
     limit: Duration,
-) -> PyResult<Builder<Host>> {
-    let config: OptimizerConfig = serde_json::from_str(optimizer).map_err(failed)?;
-    let stage = ZeroStage::from_number(stage.into())
-        .ok_or_else(|| PyValueError::new_err(format!("stage {stage}: expected 0 to 3")))?;
-    let pool = Pool::new(HostDevice::new(), usize::MAX);
-    let kernels = Arc::new(HostKernels::new(1).map_err(failed)?);
-    let rank = Rank::new(comm, pool, kernels).map_err(failed)?;
-    let builder = Zero::builder(rank.limit(limit))
-        .stage(stage)
-        .dtype(dtypes.0)
-        .adamw(config)
-        .micro_batches(micro_batches)
-        .prefetch(PrefetchOptions::default())
-        .bucket_elems(BUCKET_ELEMS)
-        .waiting_units(0)
-        .add_gradients();
-    Ok(match dtypes.1 {
-        Some(dtype) => builder.reduce_dtype(dtype),
-        None => builder,
-    })
+}
+
+impl Made<'_> {
+    fn on_host(self, comm: Arc<dyn Communicator<HostDevice>>) -> PyResult<Run<HostDevice>> {
+        let pool = Pool::new(HostDevice::new(), usize::MAX);
+        let kernels = Arc::new(HostKernels::new(1).map_err(failed)?);
+        let rank = Rank::new(comm, pool, kernels).map_err(failed)?;
+        // Shared memory moves far fewer at a time; and what computes backward also reduces.
+        self.run(rank, |builder| {
+            builder.bucket_elems(BUCKET_ELEMS).waiting_units(0)
+        })
+    }
+
+    /// On `stream`, torch's, or a new one without.
+    fn on_cuda(
+        self,
+        (device, comm): (CudaDevice, Arc<dyn Communicator<CudaDevice>>),
+        stream: usize,
+    ) -> PyResult<Run<CudaDevice>> {
+        let (_, bytes) = device.memory_bytes().map_err(failed)?;
+        let kernels = Arc::new(CudaKernels::new(&device).map_err(failed)?);
+        let pool = Pool::new(device.clone(), bytes);
+        let rank = match stream {
+            0 => Rank::new(comm, pool, kernels),
+            handle => {
+                // SAFETY: Python keeps the stream as long as the engine.
+                let stream = unsafe { stream_from_raw(&device, handle as *mut c_void, "torch") };
+                Rank::with_stream(comm, pool, kernels, stream.map_err(failed)?)
+            }
+        };
+        self.run(rank.map_err(failed)?, |builder| builder)
+    }
+
+    fn run<D: Device>(
+        self,
+        rank: Rank<D>,
+        set: impl FnOnce(Builder<D>) -> Builder<D>,
+    ) -> PyResult<Run<D>> {
+        let device = rank.pool().device().id();
+        let rules = self.groups.iter().map(|(lr_scale, decay, is_trained)| {
+            let rules = GroupRules::default().lr_scale(*lr_scale);
+            rules.trainable(*is_trained).weight_decay(*decay)
+        });
+        let rules: Vec<GroupRules> = rules.collect();
+        let params = &self.params;
+        let group_of = params
+            .iter()
+            .map(|(name, _, _, group)| (name.clone(), *group));
+        let group_of: HashMap<String, usize> = group_of.collect();
+        let unit_of = params.iter().map(|(name, unit, ..)| (&**name, &**unit));
+        let unit_of: HashMap<&str, &str> = unit_of.collect();
+        let shapes = params
+            .iter()
+            .map(|(name, _, shape, _)| (name.clone(), shape.clone()));
+
+        let [take, give, allocate] = self.memory;
+        let builder = Zero::builder(rank.limit(self.limit))
+            .stage(self.stage)
+            .dtype(self.dtypes.0)
+            .reduce_dtype(self.dtypes.1.unwrap_or(self.dtypes.0))
+            .adamw(self.optimizer)
+            .micro_batches(self.micro_batches)
+            .prefetch(PrefetchOptions::default())
+            .add_gradients()
+            .params(shapes, |name| unit_of[name].to_owned())
+            .groups(rules, move |name| group_of[name])
+            .gather_memory(Storages::new(take, give, device))
+            .gradient_memory(Tensors::new(allocate, device));
+        let mut raised = None;
+        let zero = set(builder).build_from_rank_0(|name, _shape, values| {
+            let at = values.as_mut_ptr() as usize;
+            let written = Python::attach(|py| self.init.call1(py, (name, at, values.len())));
+            raised = raised.take().or(written.err());
+        });
+        let zero = match raised {
+            Some(raised) => return Err(raised),
+            None => zero.map_err(failed)?,
+        };
+        let held = HashMap::new();
+        Ok(Run { held, zero })
+    }
 }
 
 #[pymethods]
@@ -144,6 +234,7 @@ impl Engine {
     /// `init(name, address, elements)` writes the initial values of a parameter in fp32, on rank 0.
     /// `take(unit, bytes)` returns the address of memory for a gathered unit, `give(unit)` takes it
     /// back; both only at stage 3. `allocate(bytes)` returns a tensor and its address.
+    /// `stream` is torch's on a GPU.
     #[new]
     #[allow(clippy::too_many_arguments, reason = "called by name in Python")]
     fn new(
@@ -160,57 +251,36 @@ impl Engine {
         take: Py<PyAny>,
         give: Py<PyAny>,
         allocate: Py<PyAny>,
+        stream: usize,
         limit_seconds: f64,
     ) -> PyResult<Self> {
-        let dtypes = (dtype_of(dtype)?, reduce_dtype.map(dtype_of).transpose()?);
-        let limit = Duration::try_from_secs_f64(limit_seconds).map_err(failed)?;
+        let made = Made {
+            stage: ZeroStage::from_number(stage.into())
+                .ok_or_else(|| PyValueError::new_err(format!("stage {stage}: expected 0 to 3")))?,
+            dtypes: (dtype_of(dtype)?, reduce_dtype.map(dtype_of).transpose()?),
+            optimizer: serde_json::from_str(optimizer).map_err(failed)?,
+            micro_batches,
+            params,
+            groups,
+            init: &init,
+            memory: [take, give, allocate],
+            limit: Duration::try_from_secs_f64(limit_seconds).map_err(failed)?,
+        };
         let comm = world.comm()?;
-        let of_rank = Arc::clone(&comm);
-        let zero = detached(py, Some(Arc::clone(&comm)), || {
-            let rules = groups.iter().map(|(lr_scale, decay, is_trained)| {
-                let rules = GroupRules::default().lr_scale(*lr_scale);
-                rules.trainable(*is_trained).weight_decay(*decay)
-            });
-            let rules: Vec<GroupRules> = rules.collect();
-            let group_of = params
-                .iter()
-                .map(|(name, _, _, group)| (name.clone(), *group));
-            let group_of: HashMap<String, usize> = group_of.collect();
-            let unit_of = params.iter().map(|(name, unit, ..)| (&**name, &**unit));
-            let unit_of: HashMap<&str, &str> = unit_of.collect();
-
-            let builder = builder(of_rank, stage, dtypes, optimizer, micro_batches, limit)?;
-            let units = params
-                .iter()
-                .map(|(name, unit, shape, _)| (name, unit, shape));
-            let shapes = units.map(|(name, _, shape)| (name.clone(), shape.clone()));
-            let builder = builder
-                .params(shapes, |name| unit_of[name].to_owned())
-                .groups(rules, move |name| group_of[name]);
-            let mut raised = None;
-            let zero = builder
-                .gather_memory(Storages::new(take, give))
-                .gradient_memory(Tensors::new(allocate))
-                .build_from_rank_0(|name, _shape, values| {
-                    let at = values.as_mut_ptr() as usize;
-                    let written = Python::attach(|py| init.call1(py, (name, at, values.len())));
-                    raised = raised.take().or(written.err());
-                });
-            match raised {
-                Some(raised) => Err(raised),
-                None => zero.map_err(failed),
-            }
+        let run = detached(py, Some(comm.clone()), || match comm.clone() {
+            Comm::Host(comm) => made.on_host(comm).map(AnyRun::Host),
+            Comm::Cuda(device, comm) => made.on_cuda((device, comm), stream).map(AnyRun::Cuda),
         })?;
-        let held = HashMap::new();
         Ok(Self {
-            run: Mutex::new(Some(Run { held, zero, comm })),
+            run: Mutex::new(Some(run)),
+            comm,
             process: Process::this(),
         })
     }
 
     /// The units: name, elements with padding, and the parameters in it with their first elements.
     fn units(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, Vec<(String, u64)>)>> {
-        self.with(py, |run| {
+        with!(self, py, |run| {
             let units = run.zero.layout().units().iter().map(|unit| {
                 let params = unit.params.iter();
                 let params = params.map(|param| (param.name.clone(), param.range().start));
@@ -222,7 +292,7 @@ impl Engine {
 
     /// The address and the elements of a parameter, at stages 0 to 2.
     fn param(&self, py: Python<'_>, name: &str) -> PyResult<(usize, usize)> {
-        self.with(py, |run| {
+        with!(self, py, |run| {
             let view = run.zero.param(name).map_err(failed)?;
             // SAFETY: torch reads it within steps only; the Python engine keeps this one, and so the
             // memory, as long as its module.
@@ -232,7 +302,7 @@ impl Engine {
     }
 
     fn begin(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |run| {
+        with!(self, py, |run| {
             run.zero.begin().map_err(failed)?.pause();
             Ok(())
         })
@@ -240,7 +310,7 @@ impl Engine {
 
     /// Gathers a unit into memory that `take` returned.
     fn unshard(&self, py: Python<'_>, unit: &str) -> PyResult<()> {
-        self.with(py, |run| {
+        with!(self, py, |run| {
             let held = run.in_step(|step| step.unshard(unit))?;
             run.held.insert(unit.to_owned(), held);
             Ok(())
@@ -248,7 +318,7 @@ impl Engine {
     }
 
     fn reshard(&self, py: Python<'_>, unit: &str) -> PyResult<()> {
-        self.with(py, |run| {
+        with!(self, py, |run| {
             let held = run.held.remove(unit);
             let held = held.ok_or_else(|| failed(format!("{unit} is not whole")))?;
             run.in_step(|step| step.reshard(held))
@@ -265,31 +335,33 @@ impl Engine {
     ) -> PyResult<()> {
         let (at, elems, dtype) = place;
         let dtype = dtype_of(&dtype)?;
-        self.with(py, |run| {
+        with!(self, py, |run| {
             let at = at as *mut u8;
+            let id = run.zero.rank().pool().device().id();
             // SAFETY: the tensor's memory, of these elements.
-            let slice = unsafe { AnySlice::from_raw_parts(at, elems, dtype, DeviceId::HOST) };
+            let slice = unsafe { AnySlice::from_raw_parts(at, elems, dtype, id) };
             // SAFETY: torch has written it, and `owner` keeps it.
             run.in_step(|step| unsafe { step.grad_slice(name, slice, Owner::new(owner)) })
         })
     }
 
     fn unused(&self, py: Python<'_>, name: &str) -> PyResult<()> {
-        self.with(py, |run| run.in_step(|step| step.unused(name)))
+        with!(self, py, |run| run.in_step(|step| step.unused(name)))
     }
 
     #[getter]
     fn loss_scale(&self, py: Python<'_>) -> PyResult<f64> {
-        self.with(py, |run| Ok(run.zero.optimizer().loss_scale()))
+        with!(self, py, |run| Ok(run.zero.optimizer().loss_scale()))
     }
 
     fn next_micro_batch(&self, py: Python<'_>, loss: f64) -> PyResult<()> {
-        self.with(py, |run| run.in_step(|step| step.next_micro_batch(loss)))
+        with!(self, py, |run| run
+            .in_step(|step| step.next_micro_batch(loss)))
     }
 
     /// Ends a step: its mean loss, whether it was skipped, the gradients' norm, the learning rate.
     fn end(&self, py: Python<'_>, loss: f64) -> PyResult<(f64, bool, Option<f64>, f64)> {
-        self.with(py, |run| {
+        with!(self, py, |run| {
             run.held.clear();
             let outcome = run.step()?.end(loss).map_err(failed)?;
             let norm = outcome.grad_norm();
@@ -298,7 +370,7 @@ impl Engine {
     }
 
     fn end_without_update(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |run| {
+        with!(self, py, |run| {
             run.held.clear();
             run.step()?.end_without_update().map_err(failed)
         })
@@ -306,7 +378,7 @@ impl Engine {
 
     /// Sets the factor of the learning rate and the weight decay of each trained group.
     fn set_groups(&self, py: Python<'_>, groups: Vec<(f64, Option<f64>)>) -> PyResult<()> {
-        self.with(py, |run| {
+        with!(self, py, |run| {
             let mut groups = groups.into_iter().enumerate();
             groups.try_for_each(|(group, (lr_scale, decay))| {
                 let set = run.zero.set_group(group, lr_scale, decay);
@@ -319,7 +391,7 @@ impl Engine {
     fn save(&self, py: Python<'_>, folder: &str, state: &str, config: &str) -> PyResult<()> {
         let state = serde_json::from_str(state).map_err(failed)?;
         let config = serde_json::from_str(config).map_err(failed)?;
-        self.with(py, |run| {
+        with!(self, py, |run| {
             run.zero.set_state(state);
             run.zero.set_model_config(config);
             run.zero.save(folder).map_err(failed)
@@ -328,7 +400,7 @@ impl Engine {
 
     /// Loads the newest checkpoint; returns its state and its steps.
     fn resume(&self, py: Python<'_>, folder: &str) -> PyResult<(String, u64)> {
-        self.with(py, |run| {
+        with!(self, py, |run| {
             run.zero.resume(folder).map_err(failed)?;
             Ok((run.zero.state().to_string(), run.zero.steps()))
         })
@@ -336,7 +408,7 @@ impl Engine {
 
     /// Calls `take(name, address, elements)` with each whole parameter in fp32.
     fn for_each_param(&self, py: Python<'_>, take: Py<PyAny>) -> PyResult<()> {
-        self.with(py, |run| {
+        with!(self, py, |run| {
             let taken = run.zero.for_each_param(|name, _shape, values| {
                 let place = (name, values.as_ptr() as usize, values.len());
                 let taken = Python::attach(|py| take.call1(py, place).map(drop));
@@ -348,12 +420,17 @@ impl Engine {
 
     /// The gathers of the last step, as text.
     fn gathers(&self, py: Python<'_>) -> PyResult<String> {
-        self.with(py, |run| Ok(format!("{:?}", run.zero.gathers())))
+        with!(self, py, |run| Ok(format!("{:?}", run.zero.gathers())))
     }
 
     /// The pool's memory, as text.
     fn memory(&self, py: Python<'_>) -> PyResult<String> {
-        self.with(py, |run| Ok(run.zero.rank().pool().report().to_string()))
+        with!(self, py, |run| Ok(run
+            .zero
+            .rank()
+            .pool()
+            .report()
+            .to_string()))
     }
 
     /// Ends the run; if a step is open, on all ranks, with this rank's name and `reason`.
@@ -365,9 +442,9 @@ impl Engine {
             let Some(mut run) = self.lock()?.take() else {
                 return Ok(());
             };
-            if let Some(mut step) = run.zero.open_step() {
-                step.fail(reason);
-                step.pause();
+            match &mut run {
+                AnyRun::Host(run) => run.fail(reason),
+                AnyRun::Cuda(run) => run.fail(reason),
             }
             Ok(())
         })

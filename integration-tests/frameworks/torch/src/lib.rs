@@ -16,9 +16,6 @@ use std::fmt::Display;
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use zero_alloc::host::HostDevice;
-
-type Host = HostDevice;
 
 fn failed(error: impl Display) -> PyErr {
     PyRuntimeError::new_err(error.to_string())

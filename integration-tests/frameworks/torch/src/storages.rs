@@ -31,11 +31,12 @@ impl Drop for Owner {
 pub(crate) struct Storages {
     take: Py<PyAny>,
     give: Py<PyAny>,
+    device: DeviceId,
 }
 
 impl Storages {
-    pub(crate) fn new(take: Py<PyAny>, give: Py<PyAny>) -> Self {
-        Self { take, give }
+    pub(crate) fn new(take: Py<PyAny>, give: Py<PyAny>, device: DeviceId) -> Self {
+        Self { take, give, device }
     }
 }
 
@@ -53,7 +54,7 @@ impl Drop for Storage {
 }
 
 // SAFETY: `take` makes a storage of these bytes, which torch reads only while its unit is whole, and
-// which `give` empties.
+// which `give` empties. On a GPU torch allocates it for the stream that is current, the engine's.
 unsafe impl CallerMemory for Storages {
     fn allocate(
         &mut self,
@@ -68,7 +69,7 @@ unsafe impl CallerMemory for Storages {
             Ok::<_, PyErr>((at, Storage { give, unit }))
         });
         let (at, storage) = taken.map_err(|error| no_memory(unit, &error))?;
-        Ok((slice(at, elems, dtype), Box::new(storage)))
+        Ok((slice(at, elems, dtype, self.device), Box::new(storage)))
     }
 }
 
@@ -76,15 +77,17 @@ unsafe impl CallerMemory for Storages {
 pub(crate) struct Tensors {
     /// `allocate(bytes)` returns a tensor and its address.
     allocate: Py<PyAny>,
+    device: DeviceId,
 }
 
 impl Tensors {
-    pub(crate) fn new(allocate: Py<PyAny>) -> Self {
-        Self { allocate }
+    pub(crate) fn new(allocate: Py<PyAny>, device: DeviceId) -> Self {
+        Self { allocate, device }
     }
 }
 
-// SAFETY: a tensor of these bytes, which its owner keeps, and which torch does not use.
+// SAFETY: a tensor of these bytes, which its owner keeps, and which torch does not use; on a GPU in
+// the order of the engine's stream, as above.
 unsafe impl CallerMemory for Tensors {
     fn allocate(
         &mut self,
@@ -95,7 +98,10 @@ unsafe impl CallerMemory for Tensors {
         let bytes = elems * dtype.size_bytes();
         let made = Python::attach(|py| self.allocate.call1(py, (bytes,))?.extract(py));
         let (tensor, at): (Py<PyAny>, usize) = made.map_err(|error| no_memory(unit, &error))?;
-        Ok((slice(at, elems, dtype), Box::new(Owner::new(tensor))))
+        Ok((
+            slice(at, elems, dtype, self.device),
+            Box::new(Owner::new(tensor)),
+        ))
     }
 }
 
@@ -106,7 +112,7 @@ fn no_memory(unit: usize, error: &PyErr) -> PrefetchError {
     }
 }
 
-fn slice(at: usize, elems: usize, dtype: DType) -> AnySlice {
+fn slice(at: usize, elems: usize, dtype: DType, device: DeviceId) -> AnySlice {
     // SAFETY: the callers' promise to `CallerMemory`.
-    unsafe { AnySlice::from_raw_parts(at as *mut u8, elems, dtype, DeviceId::HOST) }
+    unsafe { AnySlice::from_raw_parts(at as *mut u8, elems, dtype, device) }
 }

@@ -5,32 +5,83 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
+use zero_alloc::cuda::CudaDevice;
 use zero_alloc::host::HostDevice;
+use zero_comm::nccl::NcclCommunicator;
 use zero_comm::processes::ProcessComm;
 use zero_comm::world::Ranks;
 use zero_comm::{CommOptions, Communicator, Solo};
 
 use crate::detached::detached;
+use crate::failed;
 use crate::transport::Transport;
-use crate::{Host, failed};
 
-/// The communicator of this process: by the launcher's variables, or over `transport`. A world of one
-/// without both.
+/// The communicator of this process, and its GPU.
+#[derive(Clone)]
+pub(crate) enum Comm {
+    Host(Arc<dyn Communicator<HostDevice>>),
+    Cuda(CudaDevice, Arc<dyn Communicator<CudaDevice>>),
+}
+
+impl Comm {
+    pub(crate) fn rank(&self) -> usize {
+        match self {
+            Self::Host(comm) => comm.rank(),
+            Self::Cuda(_, comm) => comm.rank(),
+        }
+    }
+
+    pub(crate) fn world_size(&self) -> usize {
+        match self {
+            Self::Host(comm) => comm.world_size(),
+            Self::Cuda(_, comm) => comm.world_size(),
+        }
+    }
+
+    pub(crate) fn abort(&self, reason: &str) {
+        match self {
+            Self::Host(comm) => comm.abort(reason),
+            Self::Cuda(_, comm) => comm.abort(reason),
+        }
+    }
+
+    fn sent_bytes(&self) -> u64 {
+        let traffic = match self {
+            Self::Host(comm) => comm.traffic(),
+            Self::Cuda(_, comm) => comm.traffic(),
+        };
+        traffic.total_bytes()
+    }
+}
+
+/// Connects this process: over NCCL with GPU `gpu`, over `transport`, or else over shared memory. A
+/// world of one without a launcher and `transport`.
 fn connect(
     limit: Duration,
     transport: Option<(Transport, Ranks)>,
-) -> PyResult<Arc<dyn Communicator<Host>>> {
+    gpu: Option<usize>,
+) -> PyResult<Comm> {
     let options = CommOptions::default().limit(limit);
     if let Some((transport, ranks)) = transport {
         let comm = ProcessComm::join_over(&ranks, options, Arc::new(transport));
-        return Ok(Arc::new(comm.map_err(failed)?));
+        return Ok(Comm::Host(Arc::new(comm.map_err(failed)?)));
     }
     let ranks = Ranks::from_env().map_err(failed)?;
-    let Some(ranks) = ranks.filter(|ranks| ranks.world_size > 1) else {
-        return Ok(Arc::new(Solo::new(HostDevice::new())));
-    };
-    let comm = ProcessComm::join(&ranks, options);
-    Ok(Arc::new(comm.map_err(failed)?))
+    let ranks = ranks.filter(|ranks| ranks.world_size > 1);
+    if let Some(gpu) = gpu {
+        let device = CudaDevice::open(gpu).map_err(failed)?;
+        let comm: Arc<dyn Communicator<CudaDevice>> = match ranks {
+            None => Arc::new(Solo::new(device.clone())),
+            Some(ranks) => {
+                Arc::new(NcclCommunicator::join(&device, &ranks, options).map_err(failed)?)
+            }
+        };
+        return Ok(Comm::Cuda(device, comm));
+    }
+    Ok(Comm::Host(match ranks {
+        None => Arc::new(Solo::new(HostDevice::new())),
+        Some(ranks) => Arc::new(ProcessComm::join(&ranks, options).map_err(failed)?),
+    }))
 }
 
 /// Whether the launcher has placed ranks on several machines.
@@ -58,12 +109,12 @@ impl Process {
 /// The ranks of this job. A process joins them once; engines share it.
 #[pyclass(frozen)]
 pub(crate) struct World {
-    comm: Mutex<Option<Arc<dyn Communicator<Host>>>>,
+    comm: Mutex<Option<Comm>>,
     process: Process,
 }
 
 impl World {
-    pub(crate) fn comm(&self) -> PyResult<Arc<dyn Communicator<Host>>> {
+    pub(crate) fn comm(&self) -> PyResult<Comm> {
         if !self.process.is_this() {
             return Err(failed(
                 "a fork of a rank is no rank: call initialize in the process that a launcher started",
@@ -84,16 +135,17 @@ impl Drop for World {
 
 #[pymethods]
 impl World {
-    /// `transport` moves the data of ranks that share no memory.
+    /// `transport` moves the data of ranks that share no memory; `gpu` is the number of this rank's.
     #[new]
     fn new(
         py: Python<'_>,
         limit_seconds: f64,
         transport: Option<&Bound<'_, PyAny>>,
+        gpu: Option<usize>,
     ) -> PyResult<Self> {
         let transport = transport.map(Transport::new).transpose()?;
         let limit = Duration::try_from_secs_f64(limit_seconds).map_err(failed)?;
-        let comm = detached(py, None, || connect(limit, transport))?;
+        let comm = detached(py, None, || connect(limit, transport, gpu))?;
         let process = Process::this();
         Ok(Self {
             comm: Mutex::new(Some(comm)),
@@ -113,7 +165,7 @@ impl World {
 
     /// Bytes that this rank has sent.
     fn sent_bytes(&self) -> PyResult<u64> {
-        Ok(self.comm()?.traffic().total_bytes())
+        Ok(self.comm()?.sent_bytes())
     }
 
     /// Leaves the ranks, once no engine is open.

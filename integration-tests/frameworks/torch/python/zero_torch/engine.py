@@ -53,17 +53,19 @@ class Engine(nn.Module):
         scale = self._sharded.native.loss_scale
         (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         self._sharded.after_backward()
-        self._loss = (self._loss or 0.0) + loss.item()
+        loss_of_step = loss.detach().double()
+        self._loss = loss_of_step if self._loss is None else self._loss + loss_of_step
         return loss
 
     def step(self, lr_kwargs=None):
         if self._loss is None:
             raise RuntimeError("engine.step before engine.backward")
-        loss, self._loss = self._loss, None
         if not self.is_gradient_accumulation_boundary():
-            self._sharded.next_micro_batch(loss)
+            # On a GPU the losses of all micro-batches are read once.
+            self._sharded.next_micro_batch(0.0)
             self.micro_steps += 1
             return
+        loss, self._loss = self._loss.item(), None
         self._set_rules()
         self._outcome = self._sharded.end(loss)
         self.micro_steps += 1

@@ -20,7 +20,7 @@ import torch
 from . import _native
 from .init import fill_others, forget, value_of
 from .units import DTYPES, NAMES, ROOT, replaced, set_memory, tensors, units_of, view
-from .world import end
+from .world import device_of_rank, end, stream
 
 _all = weakref.WeakSet()
 
@@ -28,11 +28,6 @@ _all = weakref.WeakSet()
 def sharded_of(param):
     """The sharded module that has `param`, if any."""
     return next((sharded for sharded in _all if sharded.has(param)), None)
-
-
-def allocate(size):
-    tensor = torch.empty(size, dtype=torch.uint8)
-    return tensor, tensor.data_ptr()
 
 
 CLOSED = "the engine of this parameter is closed; read values before, by engine.consolidated_state_dict or a checkpoint"
@@ -75,11 +70,18 @@ class Sharded:
             values = value_of(names[name], module).to("cpu", torch.float32).contiguous()
             ctypes.memmove(at, values.data_ptr(), 4 * elems)
 
+        self.device = device = device_of_rank()
+        handle = stream().cuda_stream if device.type == "cuda" else 0
+
+        def allocate(size):
+            tensor = torch.empty(size, dtype=torch.uint8, device=device)
+            return tensor, tensor.data_ptr()
+
         # The engine calls back while it exists; it must not keep this.
         this = weakref.ref(self)
         self.native = _native.Engine(
             world, config.stage, config.dtype, config.reduce_dtype, config.optimizer_json(), config.micro_batches, params, groups.settings,
-            init, lambda unit, size: this()._take(unit, size), lambda unit: this() and this()._give(unit), allocate, limit,
+            init, lambda unit, size: this()._take(unit, size), lambda unit: this() and this()._give(unit), allocate, handle, limit,
         )
         # What `close` undoes.
         self._handles = []
@@ -90,8 +92,8 @@ class Sharded:
         self._lay_out(names)
         forget()
         for buffer in module.buffers():
-            if buffer.is_floating_point() and self.dtype != torch.float32:
-                buffer.data = buffer.data.to(self.dtype)
+            dtype = self.dtype if buffer.is_floating_point() and self.dtype != torch.float32 else buffer.dtype
+            buffer.data = buffer.data.to(device, dtype)
         self._add_hooks()
         if hasattr(module, "generate"):
             self._hold_while_generating()
@@ -113,9 +115,9 @@ class Sharded:
             if self.stage < 3:
                 for name, param in unit.params.items():
                     at, length = self.native.param(name)
-                    set_memory(param, view(at, length, self.dtype).view(param.shape))
+                    set_memory(param, view(at, length, self.dtype, self.device).view(param.shape))
                 continue
-            unit.flat = torch.empty(elems, dtype=self.dtype)
+            unit.flat = torch.empty(elems, dtype=self.dtype, device=self.device)
             for name, start in places:
                 param = names[name]
                 set_memory(param, unit.flat[start:start + param.numel()].view(param.shape))

@@ -12,12 +12,21 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ROOT = "(root)"
 
 
-def view(at, elems, dtype):
+class OnGpu:
+    """Memory of a GPU, as torch.as_tensor takes it."""
+
+    def __init__(self, at, size):
+        self.__cuda_array_interface__ = {"data": (at, False), "shape": (size,), "typestr": "|u1", "version": 3, "stream": None}
+
+
+def view(at, elems, dtype, device=torch.device("cpu")):
     """A tensor over memory of the engine."""
+    size = elems * dtype.itemsize
     if elems == 0:
-        return torch.empty(0, dtype=dtype)
-    memory = (ctypes.c_char * (elems * dtype.itemsize)).from_address(at)
-    return torch.frombuffer(memory, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device=device)
+    if device.type == "cuda":
+        return torch.as_tensor(OnGpu(at, size), device=device).view(dtype)
+    return torch.frombuffer((ctypes.c_char * size).from_address(at), dtype=dtype)
 
 
 def set_memory(param, memory):

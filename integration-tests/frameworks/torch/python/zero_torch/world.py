@@ -1,10 +1,13 @@
 """The ranks of the job."""
 
 import atexit
+import functools
 import logging
 import os
 import sys
 import traceback
+
+import torch
 
 from . import _native
 
@@ -29,8 +32,9 @@ def world():
     """The ranks of the job, which this process joins once."""
     global _world, _rank
     if _world is None:
-        transport = _transport()
-        _world = _native.World(LIMIT, transport)
+        device = device_of_rank()
+        transport = _transport() if device.type == "cpu" else None
+        _world = _native.World(LIMIT, transport, device.index)
         if transport is not None:
             atexit.register(transport.close)
         _rank = _world.rank
@@ -38,6 +42,28 @@ def world():
         # Behind the ends of engines, which come later.
         atexit.register(_world.leave)
     return _world
+
+
+@functools.cache
+def device_of_rank():
+    """This rank's GPU, or the CPU on a machine without, or with ZERO_TORCH_DEVICE=cpu."""
+    kind = os.environ.get("ZERO_TORCH_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda":
+        raise ConfigError(f"ZERO_TORCH_DEVICE: expected cpu or cuda, got {kind!r}")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+@functools.cache
+def stream():
+    """The stream of all work on a GPU, torch's current one from now on: the engine refuses the default stream, which waits for others."""
+    device = device_of_rank()
+    torch.cuda.set_device(device)
+    made = torch.cuda.Stream(device)
+    made.wait_stream(torch.cuda.current_stream(device))
+    torch.cuda.set_stream(made)
+    return made
 
 
 def _transport():
