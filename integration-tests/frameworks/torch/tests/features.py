@@ -279,10 +279,11 @@ def released_parameters():
     def loss(model, rows):
         if isinstance(model, deepspeed.Engine) and STAGE == 3:
             block = model.module.transformer.h[1]
-            assert block.mlp.c_fc.weight.shape == (64, 256) and block.mlp.c_fc.weight.dtype == torch.float32
+            weight = block.mlp.c_fc.weight
+            assert weight.shape == (64, 256) and weight.dtype == torch.float32
             for read in (
-                lambda: block.mlp.c_fc.weight.square().sum(), lambda: torch.rand(2, 64) @ block.mlp.c_fc.weight, block.state_dict,
-                lambda: block.mlp.c_fc.weight[0], lambda: block.mlp.c_fc.weight.data, lambda: block.mlp.c_fc.weight.tolist(),
+                lambda: weight.square().sum(), lambda: torch.rand(2, 64) @ weight, lambda: weight.data.clone(), weight.tolist,
+                lambda: block.state_dict()["mlp.c_fc.weight"].sum(),
             ):
                 try:
                     read()

@@ -67,14 +67,15 @@ def main(zero):
         for stage, ranks, last in PARTS:
             if stage == "zero":
                 run(
-                    zero, "train", "--resume", checkpoints, "--data", folder / "tokens.bin", "--ranks", ranks, "--steps", last, "--seq-len", TOKENS,
-                    "--micro-batch", 1, "--grad-accum", 1, "--lr", LR, "--schedule", "constant", "--weight-decay", DECAY, "--clip", 0,
+                    zero, "train", "--resume", checkpoints, "--data", folder / "tokens.bin", "--ranks", ranks, "--steps", last,
+                    "--seq-len", TOKENS, "--micro-batch", 1, "--grad-accum", 1, "--lr", LR, "--schedule", "constant", "--weight-decay", DECAY, "--clip", 0,
                     "--no-decay-1d=false", "--metrics", folder / "metrics", "--betas", "0.9,0.999", "--eps", "1e-8",
                 )
                 got = [json.loads(line)["loss"] for line in (folder / "metrics").read_text().splitlines()]
             else:
                 run(
-                    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, __file__, checkpoints, stage, first, last
+                    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, __file__,
+                    checkpoints, stage, first, last,
                 )
                 got = json.loads((checkpoints / f"losses-{last}.json").read_text())
             run(zero, "ckpt", "verify", checkpoints)
