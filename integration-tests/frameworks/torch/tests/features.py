@@ -404,6 +404,8 @@ def compiled(backend="aot_eager"):
     same_as_plain(by_blocks)
     same_as_plain(whole)
 
+    # One compiled engine at a time: what is compiled for another may be taken for it, and reads what is released then.
+    torch._dynamo.reset()
     torch.manual_seed(0)
     engine = start(make("gpt2"))
     engine.compile(backend=backend)
