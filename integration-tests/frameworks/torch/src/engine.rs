@@ -270,6 +270,10 @@ impl Engine {
         self.with(py, |run| run.zero.set_lr(lr).map_err(failed))
     }
 
+    fn set_micro_batches(&self, py: Python<'_>, count: usize) -> PyResult<()> {
+        self.with(py, |run| run.zero.set_micro_batches(count).map_err(failed))
+    }
+
     /// Saves a checkpoint with `state`, which is JSON.
     fn save(&self, py: Python<'_>, folder: &str, state: &str) -> PyResult<()> {
         let state = serde_json::from_str(state).map_err(failed)?;

@@ -23,6 +23,7 @@ fn failed(error: impl Display) -> PyErr {
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<world::World>()?;
     module.add_class::<engine::Engine>()
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -28,7 +29,9 @@ class Engine(nn.Module):
         self.optimizer = ZeroOptimizer([{**group, "params": list(group["params"])} for group in groups.given], config)
         self.lr_scheduler = ZeroScheduler(self) if config.scheduler else None
         self.micro_steps, self.global_steps, self.skipped_steps = 0, 0, 0
-        self._loss, self._outcome = None, None
+        # The loss and the number of the micro-batch, and what the program has set of them.
+        self._loss, self._micro_batch, self._is_boundary, self._is_in_no_sync = None, 0, None, False
+        self._outcome = None
         # The learning rate that the engine has.
         self._lr = config.lr
 
@@ -44,28 +47,54 @@ class Engine(nn.Module):
         return self.module(*args, **kwargs)
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
+        """Adds the gradients of `loss`, divided by the micro-batches of a step unless `scale_wrt_gas` is False."""
         if not self._sharded.is_open:
             raise RuntimeError("engine.backward before a forward with gradients of this step")
         self._sharded.before_backward()
-        scale = self._sharded.native.loss_scale
+        # The engine below divides by the micro-batches.
+        factor = 1 if scale_wrt_gas else self._config.micro_batches
+        scale = self._sharded.native.loss_scale * factor
         (loss * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         self._sharded.after_backward()
-        self._loss = (self._loss or 0.0) + loss.item()
+        self._loss = (self._loss or 0.0) + factor * loss.item()
         return loss
 
     def step(self, lr_kwargs=None):
         if self._loss is None:
             raise RuntimeError("engine.step before engine.backward")
-        loss, self._loss = self._loss, None
+        if self._is_in_no_sync:
+            raise RuntimeError("engine.step within engine.no_sync")
+        self.micro_steps += 1
         if not self.is_gradient_accumulation_boundary():
-            self._sharded.next_micro_batch(loss)
-            self.micro_steps += 1
+            self._next_micro_batch()
             return
+        # A step of fewer micro-batches is divided by their number in the configuration, too, as with DeepSpeed.
+        while self._micro_batch + 1 < self._config.micro_batches:
+            self._next_micro_batch()
+            self._sharded.skip_micro_batch()
+        loss, self._loss, self._micro_batch = self._loss, None, 0
         self._set_lr()
         self._outcome = self._sharded.end(loss)
-        self.micro_steps += 1
         self.global_steps += 1
         self.skipped_steps += self._outcome[1]
+
+    def _next_micro_batch(self):
+        # One more than the configuration has adds to the last.
+        if self._micro_batch + 1 < self._config.micro_batches:
+            loss, self._loss = self._loss, 0.0
+            self._sharded.next_micro_batch(loss)
+            self._micro_batch += 1
+
+    @contextmanager
+    def no_sync(self):
+        """Backwards in this context add up; `step` comes behind it. Stages 0 and 1 only, as with DeepSpeed."""
+        if self._sharded.stage > 1:
+            raise RuntimeError(f"engine.no_sync at stage {self._sharded.stage}: gradients are sharded; use gradient_accumulation_steps")
+        self._is_in_no_sync = True
+        try:
+            yield
+        finally:
+            self._is_in_no_sync = False
 
     def _set_lr(self):
         """Takes up what a scheduler has set."""
@@ -75,7 +104,22 @@ class Engine(nn.Module):
             self._lr = lr
 
     def is_gradient_accumulation_boundary(self):
-        return (self.micro_steps + 1) % self._config.micro_batches == 0
+        if self._is_boundary is not None:
+            return self._is_boundary
+        return self._micro_batch + 1 == self._config.micro_batches
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        """Whether the next `step` updates, whatever the number of micro-batches; all ranks set the same."""
+        self._is_boundary = is_boundary
+
+    def set_train_batch_size(self, train_batch_size):
+        """The rows of the next steps: more or fewer micro-batches of the same size."""
+        self._sharded.between_steps("set_train_batch_size")
+        rows = self._config.micro_batch_size * self.world_size
+        if train_batch_size < rows or train_batch_size % rows:
+            raise ValueError(f"train_batch_size {train_batch_size}: expected a multiple of {rows}, the rows of a micro-batch on all ranks")
+        self._sharded.native.set_micro_batches(train_batch_size // rows)
+        self._config.batch_size, self._config.micro_batches = train_batch_size, train_batch_size // rows
 
     def train_batch_size(self):
         return self._config.batch_size
@@ -96,6 +140,34 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None:
             return [self._outcome[3] if self._outcome else self._config.lr]
         return [group["lr"] for group in self.optimizer.param_groups]
+
+    def gradient_clipping(self):
+        return self._config.clip
+
+    def bfloat16_enabled(self):
+        return self._config.dtype == "bf16"
+
+    def fp16_enabled(self):
+        return self._config.dtype == "fp16"
+
+    @property
+    def loss_scale(self):
+        return self._sharded.native.loss_scale
+
+    @property
+    def device(self):
+        return torch.device("cpu")
+
+    @property
+    def local_rank(self):
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    @property
+    def dp_world_size(self):
+        return self.world_size
+
+    def was_step_applied(self):
+        return self._outcome is not None and not self._outcome[1]
 
     def zero_grad(self, set_to_none=True):
         """Nothing: the engine takes gradients as they are computed."""
@@ -135,6 +207,8 @@ class Engine(nn.Module):
             os.makedirs(save_dir, exist_ok=True)
             torch.save(state, os.path.join(save_dir, save_filename))
         return True
+
+    save_fp16_model = save_16bit_model
 
     def destroy(self):
         """Ends the run on this rank."""

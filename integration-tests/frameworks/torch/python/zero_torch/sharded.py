@@ -246,12 +246,16 @@ class Sharded:
             self._gather(self._units[ROOT])
 
     def after_backward(self):
-        for name, _ in self.trained:
-            if name not in self._arrived:
-                self.native.unused(name)
+        self.skip_micro_batch()
         for unit in self._units.values():
             unit.arrived, unit.is_tracked, unit.has_passed = 0, False, False
             self._release(unit)
+
+    def skip_micro_batch(self):
+        """Parameters without a gradient in this micro-batch have none so far."""
+        for name, _ in self.trained:
+            if name not in self._arrived:
+                self.native.unused(name)
 
     def next_micro_batch(self, loss):
         self._arrived.clear()
