@@ -154,17 +154,43 @@ def retained_graph():
 
 
 def schedulers():
-    engine, optimizer, _, scheduler = deepspeed.initialize(
-        model=make("gpt2"), config=config_of(), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
-    )
-    rates = []
-    for step in range(3):
-        engine.backward(loss_of(engine, own_rows(engine, rows_of(step))))
-        engine.step()
-        rates.append(engine._outcome[3])
-        scheduler.step()
+    """The engine steps a scheduler of torch, as DeepSpeed does, and its checkpoints have it."""
+    def start():
+        return deepspeed.initialize(
+            model=make("gpt2"), config=config_of(), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+        )
+
+    def rates_of(engine, first, steps):
+        rates = []
+        for step in range(first, first + steps):
+            train(engine, first=step, steps=1)
+            rates.append(engine._outcome[3])
+        return rates
+
+    folder = common_folder(start()[0])
+    engine, _, _, scheduler = start()
+    rates = rates_of(engine, 0, 3)
+    assert scheduler is engine.lr_scheduler and scheduler.last_epoch == 3
+    engine.save_checkpoint(folder)
     engine.destroy()
-    close(rates, [1e-3, 5e-4, 1e-3 / 3], 1e-12)
+    engine, *_ = start()
+    engine.load_checkpoint(folder)
+    rates += rates_of(engine, 3, 2)
+    engine.destroy()
+    close(rates, [1e-3, 5e-4, 1e-3 / 3, 1e-3 / 4, 1e-3 / 5], 1e-12)
+
+
+def common_folder(engine):
+    """Rank 0's, by a broadcast of its own."""
+    folder = [tempfile.mkdtemp()]
+    if engine.world_size > 1:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.broadcast_object_list(folder, 0)
+        dist.destroy_process_group()
+    engine.destroy()
+    return folder[0]
 
 
 def generation():
@@ -222,24 +248,17 @@ def gathered():
 
 
 def checkpoints():
-    folder = [tempfile.mkdtemp()] if start else None
+    folder = common_folder(start(make("gpt2")))
     engine = start(make("gpt2"))
-    if engine.world_size > 1:
-        # Rank 0's folder, by a broadcast of its own.
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        dist.broadcast_object_list(folder, 0)
-        dist.destroy_process_group()
     whole = train(engine, steps=6)
     engine.destroy()
 
     engine = start(make("gpt2"))
     first = train(engine, steps=3)
-    engine.save_checkpoint(folder[0], client_state={"next": 3})
+    engine.save_checkpoint(folder, client_state={"next": 3})
     engine.destroy()
     engine = start(make("gpt2"))
-    path, state = engine.load_checkpoint(folder[0])
+    path, state = engine.load_checkpoint(folder)
     rest = train(engine, first=state["next"], steps=3)
     engine.destroy()
     assert first + rest == whole, (first, rest, whole)
@@ -444,7 +463,7 @@ def arguments():
     assert not engine.bfloat16_enabled() and not engine.fp16_enabled() and engine.zero_optimization_stage() == STAGE
     assert engine.device.type == "cpu" and engine.local_rank == engine.global_rank == deepspeed.comm.get_rank()
     assert len(list(engine.parameters())) == len(list(model.parameters())) and engine.module is model
-    assert deepspeed.__version__ and engine.gradient_clipping() == 0.0 and engine.config is model.config
+    assert deepspeed.__version__ and engine.gradient_clipping() == 0.0 and engine.config == config_of()
     train(engine, steps=1)
     assert engine.was_step_applied() and engine.loss_scale == 1.0
     engine.destroy()

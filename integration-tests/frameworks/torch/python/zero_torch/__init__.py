@@ -2,12 +2,16 @@
 
 from . import comm, zero
 from ._native import __version__
+from .as_deepspeed import install_as_deepspeed
 from .comm import init_distributed
 from .config import ConfigError
 from .engine import Engine, initialize
 from .init import init
 
-__all__ = ["ConfigError", "Engine", "__version__", "add_config_arguments", "comm", "init", "init_distributed", "initialize", "zero"]
+__all__ = [
+    "ConfigError", "Engine", "__version__", "add_config_arguments", "comm", "init", "init_distributed", "initialize", "install_as_deepspeed",
+    "zero",
+]
 
 
 def add_config_arguments(parser):

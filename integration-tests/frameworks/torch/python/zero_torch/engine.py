@@ -18,6 +18,11 @@ class Engine(nn.Module):
         super().__init__()
         ranks = world()
         self.global_rank, self.world_size = ranks.rank, ranks.world_size
+        if isinstance(config, (str, os.PathLike)):
+            with open(config, encoding="utf-8") as file:
+                config = json.load(file)
+        # As given, as with DeepSpeed; `module.config` is the model's.
+        self.config = config
         self._config = config = Config(config, self.world_size)
         if optimizer is not None:
             config.take_optimizer(optimizer)
@@ -77,6 +82,8 @@ class Engine(nn.Module):
         self._outcome = self._sharded.end(loss)
         self.global_steps += 1
         self.skipped_steps += self._outcome[1]
+        if self.lr_scheduler is not None and not self._outcome[1]:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def _next_micro_batch(self):
         # One more than the configuration has adds to the last.
@@ -96,10 +103,14 @@ class Engine(nn.Module):
         finally:
             self._is_in_no_sync = False
 
+    def _has_schedule(self):
+        """Whether the rate follows the configuration."""
+        return isinstance(self.lr_scheduler, ZeroScheduler)
+
     def _set_lr(self):
         """Takes up what a scheduler has set."""
         lr = self.optimizer.param_groups[0]["lr"]
-        if self.lr_scheduler is None and lr != self._lr:
+        if not self._has_schedule() and lr != self._lr:
             self._sharded.native.set_lr(lr)
             self._lr = lr
 
@@ -137,7 +148,7 @@ class Engine(nn.Module):
         return self._outcome and self._outcome[2]
 
     def get_lr(self):
-        if self.lr_scheduler is not None:
+        if self._has_schedule():
             return [self._outcome[3] if self._outcome else self._config.lr]
         return [group["lr"] for group in self.optimizer.param_groups]
 
@@ -179,7 +190,7 @@ class Engine(nn.Module):
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         self._sharded.between_steps("save_checkpoint")
-        state = {"client": client_state or {}, "tag": tag, "lr": self._lr, "micro_steps": self.micro_steps}
+        state = {"client": client_state or {}, "tag": tag, "lr": self.optimizer.param_groups[0]["lr"], "scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(), "micro_steps": self.micro_steps}
         self._sharded.native.save(str(save_dir), json.dumps(state))
         return True
 
@@ -188,7 +199,9 @@ class Engine(nn.Module):
         state, self.global_steps = self._sharded.native.resume(str(load_dir))
         state = json.loads(state) or {"client": {}, "lr": self._lr}
         self.micro_steps = self.global_steps * self._config.micro_batches
-        if self.lr_scheduler is None and self._lr:
+        if self.lr_scheduler is not None and state.get("scheduler"):
+            self.lr_scheduler.load_state_dict(state["scheduler"])
+        if not self._has_schedule() and self._lr:
             ratio = state["lr"] / self._lr
             for group in self.optimizer.param_groups:
                 group["lr"] *= ratio
@@ -200,9 +213,18 @@ class Engine(nn.Module):
         self._sharded.between_steps("consolidated_state_dict")
         return self._sharded.state_dict(dtype)
 
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
+        """As accelerate saves it."""
+        return self.consolidated_state_dict(self._dtype_16bit())
+
+    def zero_gather_16bit_weights_on_model_save(self):
+        return True
+
+    def _dtype_16bit(self):
+        return self._sharded.dtype if self._sharded.dtype != torch.float32 else torch.bfloat16
+
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin"):
-        dtype = self._sharded.dtype if self._sharded.dtype != torch.float32 else torch.bfloat16
-        state = self.consolidated_state_dict(dtype)
+        state = self.consolidated_state_dict(self._dtype_16bit())
         if self.global_rank == 0:
             os.makedirs(save_dir, exist_ok=True)
             torch.save(state, os.path.join(save_dir, save_filename))
@@ -228,10 +250,12 @@ def initialize(
     engine = Engine(model, config, model_parameters, optimizer)
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(engine.optimizer)
+    # As with DeepSpeed, the engine steps it.
+    engine.lr_scheduler = lr_scheduler or engine.lr_scheduler
     loader = None
     if training_data is not None:
         sampler = torch.utils.data.DistributedSampler(training_data, engine.world_size, engine.global_rank)
         loader = torch.utils.data.DataLoader(
             training_data, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn
         )
-    return engine, engine.optimizer, loader, lr_scheduler or engine.lr_scheduler
+    return engine, engine.optimizer, loader, engine.lr_scheduler
