@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use common::launched::{self, Ended, FAULTS, FOLDER};
 use common::{Comm, LIMIT};
-use zero_comm::processes::{Exchange, Part, ProcessComm};
+use zero_comm::processes::{Carrier, Part, ProcessComm};
 use zero_comm::world::Ranks;
 use zero_comm::{Collective, CommOptions};
 
@@ -48,7 +48,7 @@ impl Sockets {
     }
 }
 
-impl Exchange for Sockets {
+impl Carrier for Sockets {
     fn exchange(&self, parts: Vec<Part<'_>>) -> Result<(), String> {
         std::thread::scope(|scope| {
             let moves = parts.into_iter().map(|Part { rank, send, recv }| {

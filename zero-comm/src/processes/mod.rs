@@ -30,7 +30,7 @@
 //! rendezvous tells them. A process that writes to it outside of the protocol can change results.
 
 mod collective;
-mod exchanged;
+mod carried;
 mod rounds;
 mod shared_memory;
 
@@ -51,8 +51,8 @@ use crate::world::watcher::Connection;
 use crate::world::{Ranks, rendezvous};
 use crate::{CommError, CommOptions, Communicator, Traffic};
 use collective::{Flags, Link, Operation};
-use exchanged::Exchanged;
-pub use exchanged::{Exchange, Part};
+use carried::Exchanged;
+pub use carried::{Carrier, Part};
 use shared_memory::{MOST_RANKS, Memory, Refused};
 
 /// Bytes of the random name under which the ranks meet.
@@ -196,7 +196,7 @@ impl ProcessComm {
     pub fn join_over(
         ranks: &Ranks,
         options: CommOptions,
-        exchange: Arc<dyn Exchange>,
+        exchange: Arc<dyn Carrier>,
     ) -> Result<Self, CommError> {
         let joined = rendezvous::join(ranks, 0, || Ok(Vec::new()), options.limit)?;
         let connection = Connection::start(joined, ranks.rank, options.limit)?;

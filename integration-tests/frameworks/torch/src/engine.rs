@@ -387,6 +387,13 @@ impl Engine {
         })
     }
 
+    fn set_micro_batches(&self, py: Python<'_>, count: usize) -> PyResult<()> {
+        with!(self, py, |run| run
+            .zero
+            .set_micro_batches(count)
+            .map_err(failed))
+    }
+
     /// Saves a checkpoint with `state` and the model's configuration, which are JSON.
     fn save(&self, py: Python<'_>, folder: &str, state: &str, config: &str) -> PyResult<()> {
         let state = serde_json::from_str(state).map_err(failed)?;

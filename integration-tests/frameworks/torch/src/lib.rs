@@ -25,6 +25,7 @@ fn failed(error: impl Display) -> PyErr {
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(config::read_config, module)?)?;
     module.add_function(wrap_pyfunction!(world::has_several_machines, module)?)?;
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<world::World>()?;
     module.add_class::<engine::Engine>()
 }

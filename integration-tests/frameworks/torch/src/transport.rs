@@ -1,7 +1,7 @@
 //! Bytes between ranks on several machines, moved by torch.distributed.
 
 use pyo3::prelude::*;
-use zero_comm::processes::{Exchange, Part};
+use zero_comm::processes::{Carrier, Part};
 use zero_comm::world::{Ranks, Token};
 
 use crate::failed;
@@ -23,7 +23,7 @@ impl Transport {
     }
 }
 
-impl Exchange for Transport {
+impl Carrier for Transport {
     fn exchange(&self, parts: Vec<Part<'_>>) -> Result<(), String> {
         let places = parts.into_iter().map(|Part { rank, send, recv }| {
             let send = (send.as_ptr() as usize, send.len());

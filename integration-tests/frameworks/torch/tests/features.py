@@ -8,7 +8,7 @@ import traceback
 
 import torch
 import zero_torch as deepspeed
-from programs import MODELS, ROWS, loss_of, loss_of_pictures, make, reference, rows_of
+from programs import MODELS, ROWS, TOKENS, loss_of, loss_of_pictures, make, reference, rows_of
 from safetensors.torch import load_file, save_model
 from torch import nn
 from zero_torch.config import Config
@@ -158,16 +158,24 @@ def retained_graph():
 
 
 def schedulers():
-    """Each group has its own rate in each step, 0 too, as warm-ups begin."""
+    """Each group has its own rate in each step, 0 too, as warm-ups begin. The engine steps the scheduler, as DeepSpeed does, and its checkpoints
+    have it."""
 
     def groups_of(model):
         return [{"params": list(model.transformer.h.parameters())}, {"params": [*model.transformer.wte.parameters()], "weight_decay": 0.1}]
 
-    rates = [lambda n: n / 3, lambda n: 1 / (1 + n)]
+    def plan_of(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: n / 3, lambda n: 1 / (1 + n)])
+
+    def start():
+        torch.manual_seed(0)
+        model = make("gpt2")
+        return deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config_of(), lr_scheduler=plan_of)
+
     torch.manual_seed(0)
     plain = make("gpt2")
     optimizer = torch.optim.AdamW(groups_of(plain), lr=1e-3, weight_decay=0.01)
-    plan = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+    plan = plan_of(optimizer)
     want = []
     for step in range(STEPS):
         loss = loss_of(plain, rows_of(step))
@@ -177,17 +185,30 @@ def schedulers():
         plan.step()
         want.append(loss.item())
 
-    torch.manual_seed(0)
-    model = make("gpt2")
-    engine, _, _, plan = deepspeed.initialize(
-        model=model, model_parameters=groups_of(model), config=config_of(), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
-    )
-    got = []
-    for step in range(STEPS):
-        got += train(engine, first=step, steps=1)
-        plan.step()
+    folder = common_folder(start()[0])
+    engine, _, _, scheduler = start()
+    got = train(engine, steps=3)
+    assert scheduler is engine.lr_scheduler and scheduler.last_epoch == 3
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine, *_ = start()
+    engine.load_checkpoint(folder)
+    got += train(engine, first=3, steps=STEPS - 3)
     engine.destroy()
     close(got, want)
+
+
+def common_folder(engine):
+    """Rank 0's, by a broadcast of its own."""
+    folder = [tempfile.mkdtemp()]
+    if engine.world_size > 1:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.broadcast_object_list(folder, 0)
+        dist.destroy_process_group()
+    engine.destroy()
+    return folder[0]
 
 
 def generation():
@@ -250,24 +271,17 @@ def gathered():
 
 
 def checkpoints():
-    folder = [tempfile.mkdtemp()] if start else None
+    folder = common_folder(start(make("gpt2")))
     engine = start(make("gpt2"))
-    if engine.world_size > 1:
-        # Rank 0's folder, by a broadcast of its own.
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        dist.broadcast_object_list(folder, 0)
-        dist.destroy_process_group()
     whole = train(engine, steps=6)
     engine.destroy()
 
     engine = start(make("gpt2"))
     first = train(engine, steps=3)
-    engine.save_checkpoint(folder[0], client_state={"next": 3})
+    engine.save_checkpoint(folder, client_state={"next": 3})
     engine.destroy()
     engine = start(make("gpt2"))
-    path, state = engine.load_checkpoint(folder[0])
+    path, state = engine.load_checkpoint(folder)
     rest = train(engine, first=state["next"], steps=3)
     engine.destroy()
     assert first + rest == whole, (first, rest, whole)
@@ -414,6 +428,95 @@ def compiled(backend="aot_eager"):
     close(got, reference(make("gpt2"), STEPS)[0])
 
 
+def accumulation():
+    """DeepSpeed's ways to end a step early: a boundary set by hand, backwards without steps, no_sync, another batch size."""
+    def backward(engine, step, micro):
+        rows = rows_of(step).view(engine.world_size, 2, -1, TOKENS)
+        engine.backward(loss_of(engine, rows[engine.global_rank, micro]))
+
+    engine = start(make("gpt2"), gradient_accumulation_steps=2)
+    got = train(engine, steps=1)
+    # One of two micro-batches: half of its gradient, and of its loss.
+    engine.set_gradient_accumulation_boundary(True)
+    backward(engine, 1, 0)
+    engine.step()
+    got.append(engine.loss)
+    # Three backwards and one step: their sum, divided by two.
+    for micro, is_boundary in ((0, False), (1, False), (0, True)):
+        engine.set_gradient_accumulation_boundary(is_boundary)
+        backward(engine, 2, micro)
+    engine.step()
+    got.append(engine.loss)
+    engine.set_gradient_accumulation_boundary(None)
+    # Without the division by the micro-batches.
+    for micro in range(2):
+        engine.backward(loss_of(engine, own_rows(engine, rows_of(3), micro)) / 2, scale_wrt_gas=False)
+        engine.step()
+    got.append(engine.loss)
+    try:
+        with engine.no_sync():
+            backward(engine, 4, 0)
+            engine.step()
+    except RuntimeError as error:
+        assert "no_sync" in str(error), error
+    else:
+        raise AssertionError("a step within no_sync was accepted")
+    if STAGE > 1:
+        backward(engine, 4, 0)
+    engine.set_gradient_accumulation_boundary(True)
+    backward(engine, 4, 1)
+    engine.step()
+    got.append(engine.loss)
+    engine.set_gradient_accumulation_boundary(None)
+    engine.set_train_batch_size(ROWS * 2)
+    assert engine.gradient_accumulation_steps() == 4
+    for _ in range(4):
+        backward(engine, 5, 0)
+        engine.step()
+    got.append(engine.loss)
+    engine.destroy()
+
+    def of_micro(model, step, micro):
+        return loss_of(model, rows_of(step).view(engine.world_size, 2, -1, TOKENS)[:, micro].flatten(0, 1))
+
+    plain = make("gpt2")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01)
+    want = []
+    for losses in (
+        lambda: loss_of(plain, rows_of(0)), lambda: of_micro(plain, 1, 0) / 2,
+        lambda: of_micro(plain, 2, 0) + of_micro(plain, 2, 1) / 2, lambda: loss_of(plain, rows_of(3)), lambda: loss_of(plain, rows_of(4)),
+        lambda: of_micro(plain, 5, 0),
+    ):
+        loss = losses()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(loss.item())
+    close(got, want, 2e-6)
+
+
+def arguments():
+    """What programs for DeepSpeed call around the engine."""
+    import argparse
+
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(config_of(), file)
+        file.flush()
+        args = parser.parse_args(["--deepspeed", "--deepspeed_config", file.name])
+        deepspeed.init_distributed(dist_backend="gloo")
+        with deepspeed.zero.Init(config_dict_or_path=file.name):
+            model = make("gpt2")
+        engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    assert not engine.bfloat16_enabled() and not engine.fp16_enabled() and engine.zero_optimization_stage() == STAGE
+    assert engine.device.type == "cpu" and engine.local_rank == engine.global_rank == deepspeed.comm.get_rank()
+    assert len(list(engine.parameters())) == len(list(model.parameters())) and engine.module is model
+    assert deepspeed.__version__ and engine.gradient_clipping() == 0.0 and engine.config == config_of()
+    train(engine, steps=1)
+    assert engine.was_step_applied() and engine.loss_scale == 1.0
+    engine.destroy()
+
+
 def wrong_settings():
     """The messages of `zero train --config`, and what this engine does not have."""
     for config, text in [
@@ -477,7 +580,8 @@ def settings():
 
 FEATURES = [
     frozen, adapters, unused, groups, shared_by_blocks, two_backwards, retained_graph, schedulers, generation, gathered, checkpoints,
-    released_parameters, errors_in_forward, without_memory, weights_by_name, memory_of_the_start, peft, compiled, wrong_settings, settings,
+    released_parameters, errors_in_forward, without_memory, weights_by_name, memory_of_the_start, peft, compiled, accumulation, arguments,
+    wrong_settings, settings,
 ]
 failed = []
 for feature in FEATURES:

@@ -307,14 +307,18 @@ class Sharded:
             self._gather(self._units[ROOT])
 
     def after_backward(self):
-        for name, _ in self.trained:
-            if name not in self._arrived:
-                self.native.unused(name)
+        self.skip_micro_batch()
         for unit in self._units.values():
             unit.caller = None
             unit.arrived.clear()
             unit.active.clear()
             self._release(unit)
+
+    def skip_micro_batch(self):
+        """Parameters without a gradient in this micro-batch have none so far."""
+        for name, _ in self.trained:
+            if name not in self._arrived:
+                self.native.unused(name)
 
     def next_micro_batch(self, loss):
         self._arrived.clear()

@@ -19,7 +19,7 @@ use crate::world::process::ANSWER_LIMIT;
 use crate::{Collective, CommError};
 
 /// Moves bytes between the ranks of a [`ProcessComm`](super::ProcessComm) that share no memory.
-pub trait Exchange: Send + Sync {
+pub trait Carrier: Send + Sync {
     /// Sends and receives the parts, of each other rank at most one, and returns when both are done.
     /// All ranks call it in the same order; what one sends to another has the length that the other
     /// receives.
@@ -43,10 +43,10 @@ pub struct Part<'a> {
     pub recv: &'a mut [u8],
 }
 
-/// The medium of a communicator over an [`Exchange`].
+/// The medium of a communicator over an [`Carrier`].
 pub(super) struct Exchanged {
     pub(super) group: Group,
-    pub(super) exchange: Arc<dyn Exchange>,
+    pub(super) exchange: Arc<dyn Carrier>,
 }
 
 impl Medium for Exchanged {
