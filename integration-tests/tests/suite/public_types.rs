@@ -31,10 +31,10 @@ const CLOSED: [(&str, &str); 6] = [
         "AdamHyper AdamScalars AdamSlices AdvanceArgs FloatSlice FloatSliceMut GradStats RankStats RemainderSlices Rounding \
          Segments SettingError Slot Span StepConfig StepPoint StepRates StepRecord StepScalars StepState UpdateArgs UpdateSlices WeightSlices Weights",
     ),
-    ("zero-comm", "Group Link Traffic"),
+    ("zero-comm", "Group Link Part Socket Traffic"),
     (
         "zero-optim",
-        "Decay GroupRun OneCycle ParamGroups RangeTest RankParams Segment StateKind StateRange StepOutcome UnitSlices Warmup \
+        "Decay GroupRun OneCycle ParamGroup ParamGroups ParamKind RangeTest RankParams Segment StateKind StateRange StepOutcome UnitSlices Warmup \
          WarmupCosine WarmupDecay",
     ),
     ("zero-ckpt", "Header ModelSpec StateSpec TensorEntry"),

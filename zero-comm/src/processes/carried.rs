@@ -43,13 +43,13 @@ pub struct Part<'a> {
     pub recv: &'a mut [u8],
 }
 
-/// The medium of a communicator over an [`Carrier`].
-pub(super) struct Exchanged {
+/// The medium of a communicator over a [`Carrier`].
+pub(super) struct Carried {
     pub(super) group: Group,
-    pub(super) exchange: Arc<dyn Carrier>,
+    pub(super) carrier: Arc<dyn Carrier>,
 }
 
-impl Medium for Exchanged {
+impl Medium for Carried {
     fn run(&mut self, running: &Running<'_>) -> Result<(), Failure> {
         self.compare(running)?;
         let checked = running.checked;
@@ -77,7 +77,7 @@ impl Medium for Exchanged {
     }
 }
 
-impl Exchanged {
+impl Carried {
     /// Compares the calls of all ranks, before any data is used.
     fn compare(&self, running: &Running<'_>) -> Result<(), Failure> {
         let Group { rank, world_size } = self.group;
@@ -101,7 +101,7 @@ impl Exchanged {
     fn exchange(&self, running: &Running<'_>, mut parts: Vec<Part<'_>>) -> Result<(), Failure> {
         let is_empty = |part: &Part<'_>| part.send.is_empty() && part.recv.is_empty();
         parts.retain(|part| part.rank != self.group.rank && !is_empty(part));
-        self.exchange.exchange(parts).map_err(|message| {
+        self.carrier.exchange(parts).map_err(|message| {
             // The end of another rank is noticed here and by the coordinator, which knows its cause.
             match running.world.wait_for_failure(ANSWER_LIMIT) {
                 Some(_) => Failure::World,
@@ -116,7 +116,7 @@ impl Exchanged {
 
 /// A collective that runs.
 struct Work<'a> {
-    link: &'a Exchanged,
+    link: &'a Carried,
     running: &'a Running<'a>,
     segments: Vec<Range<usize>>,
     /// This rank's segment.

@@ -29,8 +29,8 @@
 //! **Trust.** The memory is passed to processes of the same user that know a random name, which the
 //! rendezvous tells them. A process that writes to it outside of the protocol can change results.
 
-mod collective;
 mod carried;
+mod collective;
 mod rounds;
 mod shared_memory;
 
@@ -50,9 +50,9 @@ use crate::world::process::{self, Transport, World};
 use crate::world::watcher::Connection;
 use crate::world::{Ranks, rendezvous};
 use crate::{CommError, CommOptions, Communicator, Traffic};
-use collective::{Flags, Link, Operation};
-use carried::Exchanged;
+use carried::Carried;
 pub use carried::{Carrier, Part};
+use collective::{Flags, Link, Operation};
 use shared_memory::{MOST_RANKS, Memory, Refused};
 
 /// Bytes of the random name under which the ranks meet.
@@ -189,14 +189,14 @@ impl ProcessComm {
     }
 
     /// Joins the world of `ranks`, which may be on several machines, and moves the data by
-    /// `exchange`. Otherwise as [`join`](Self::join); [`split`](Communicator::split) is an error.
+    /// `carrier`. Otherwise as [`join`](Self::join); [`split`](Communicator::split) is an error.
     ///
     /// # Errors
     /// The rendezvous failed or exceeded the limit.
     pub fn join_over(
         ranks: &Ranks,
         options: CommOptions,
-        exchange: Arc<dyn Carrier>,
+        carrier: Arc<dyn Carrier>,
     ) -> Result<Self, CommError> {
         let joined = rendezvous::join(ranks, 0, || Ok(Vec::new()), options.limit)?;
         let connection = Connection::start(joined, ranks.rank, options.limit)?;
@@ -205,11 +205,11 @@ impl ProcessComm {
             name: None,
         });
         let group = group_of(ranks);
-        let medium = Exchanged {
+        let medium = Carried {
             group,
-            exchange: Arc::clone(&exchange),
+            carrier: Arc::clone(&carrier),
         };
-        let link = Link::new(medium, move || exchange.abort());
+        let link = Link::new(medium, move || carrier.abort());
         Ok(process.over(0, group, link))
     }
 
