@@ -6,6 +6,7 @@ import tempfile
 import traceback
 
 import torch
+import torch.distributed as dist
 import zero_torch as deepspeed
 from programs import MODELS, ROWS, TOKENS, loss_of, loss_of_pictures, make, reference, rows_of
 from safetensors.torch import load_file, save_model
@@ -167,7 +168,7 @@ def schedulers():
             rates.append(engine._outcome[3])
         return rates
 
-    folder = common_folder(start()[0])
+    folder = common_folder()
     engine, _, _, scheduler = start()
     rates = rates_of(engine, 0, 3)
     assert scheduler is engine.lr_scheduler and scheduler.last_epoch == 3
@@ -180,16 +181,13 @@ def schedulers():
     close(rates, [1e-3, 5e-4, 1e-3 / 3, 1e-3 / 4, 1e-3 / 5], 1e-12)
 
 
-def common_folder(engine):
-    """Rank 0's, by a broadcast of its own."""
+def common_folder():
+    """Rank 0's, by a broadcast of torch.distributed, which a process starts once."""
     folder = [tempfile.mkdtemp()]
-    if engine.world_size > 1:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
+    if deepspeed.comm.get_world_size() > 1:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         dist.broadcast_object_list(folder, 0)
-        dist.destroy_process_group()
-    engine.destroy()
     return folder[0]
 
 
@@ -248,7 +246,7 @@ def gathered():
 
 
 def checkpoints():
-    folder = common_folder(start(make("gpt2")))
+    folder = common_folder()
     engine = start(make("gpt2"))
     whole = train(engine, steps=6)
     engine.destroy()
@@ -469,6 +467,35 @@ def arguments():
     engine.destroy()
 
 
+def own_loop():
+    """loss.backward(), twice a step, with a scheduler of torch and an evaluation between the two."""
+    torch.manual_seed(0)
+    model = make("llama-tied")
+    optimizer = deepspeed.fully_shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01), stage=STAGE, max_grad_norm=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    torch.manual_seed(0)
+    plain = make("llama-tied")
+    of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01)
+    scheduler_of_plain = torch.optim.lr_scheduler.StepLR(of_plain, 2, 0.5)
+    for step in range(STEPS):
+        own = rows_of(step).view(optimizer.engine.world_size, 2, -1, TOKENS)[optimizer.engine.global_rank]
+        for rows in own:
+            (loss_of(model, rows) / 2).backward()
+            with torch.no_grad():
+                got = loss_of(model, rows_of(step)).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        loss = loss_of(plain, rows_of(step))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
+        of_plain.step()
+        of_plain.zero_grad()
+        scheduler_of_plain.step()
+        close([got, optimizer.grad_norm], [loss.item(), norm], 2e-6)
+    optimizer.engine.destroy()
+
+
 def wrong_settings():
     for config, text in [
         ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "is not train_micro_batch_size_per_gpu"),
@@ -487,7 +514,7 @@ def wrong_settings():
 
 FEATURES = [
     frozen, adapters, unused, groups, shared_by_blocks, two_backwards, retained_graph, schedulers, generation, gathered, checkpoints,
-    errors_in_forward, without_memory, weights_by_name, memory_of_the_start, peft, compiled, accumulation, arguments,
+    errors_in_forward, without_memory, weights_by_name, memory_of_the_start, peft, compiled, accumulation, arguments, own_loop,
     wrong_settings,
 ]
 failed = []

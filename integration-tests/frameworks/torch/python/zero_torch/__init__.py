@@ -6,10 +6,11 @@ from .as_deepspeed import install_as_deepspeed
 from .comm import init_distributed
 from .config import ConfigError
 from .engine import Engine, initialize
+from .fully_shard import fully_shard
 from .init import init
 
 __all__ = [
-    "ConfigError", "Engine", "__version__", "add_config_arguments", "comm", "init", "init_distributed", "initialize", "install_as_deepspeed",
+    "ConfigError", "Engine", "__version__", "add_config_arguments", "comm", "fully_shard", "init", "init_distributed", "initialize", "install_as_deepspeed",
     "zero",
 ]
 
