@@ -156,10 +156,11 @@ def retained_graph():
 
 def schedulers():
     """The engine steps a scheduler of torch, as DeepSpeed does, and its checkpoints have it."""
+    def falling(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+
     def start():
-        return deepspeed.initialize(
-            model=make("gpt2"), config=config_of(), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
-        )
+        return deepspeed.initialize(model=make("gpt2"), config=config_of(), lr_scheduler=falling)
 
     def rates_of(engine, first, steps):
         rates = []
@@ -471,7 +472,8 @@ def own_loop():
     """loss.backward(), twice a step, with a scheduler of torch and an evaluation between the two."""
     torch.manual_seed(0)
     model = make("llama-tied")
-    optimizer = deepspeed.fully_shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01), stage=STAGE, max_grad_norm=1.0)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = deepspeed.fully_shard(model, adamw, stage=STAGE, max_grad_norm=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     torch.manual_seed(0)
     plain = make("llama-tied")

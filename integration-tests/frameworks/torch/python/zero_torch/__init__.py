@@ -10,8 +10,8 @@ from .fully_shard import fully_shard
 from .init import init
 
 __all__ = [
-    "ConfigError", "Engine", "__version__", "add_config_arguments", "comm", "fully_shard", "init", "init_distributed", "initialize", "install_as_deepspeed",
-    "zero",
+    "ConfigError", "Engine", "__version__", "add_config_arguments", "comm", "fully_shard", "init", "init_distributed", "initialize",
+    "install_as_deepspeed", "zero",
 ]
 
 

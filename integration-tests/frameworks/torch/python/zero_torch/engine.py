@@ -198,7 +198,9 @@ class Engine(nn.Module):
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         self._sharded.between_steps("save_checkpoint")
-        state = {"client": client_state or {}, "tag": tag, "lr": self.optimizer.param_groups[0]["lr"], "scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(), "micro_steps": self.micro_steps}
+        scheduler = self.lr_scheduler and self.lr_scheduler.state_dict()
+        lr = self.optimizer.param_groups[0]["lr"]
+        state = {"client": client_state or {}, "tag": tag, "lr": lr, "scheduler": scheduler, "micro_steps": self.micro_steps}
         self._sharded.native.save(str(save_dir), json.dumps(state))
         return True
 

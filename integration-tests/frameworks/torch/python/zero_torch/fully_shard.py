@@ -12,8 +12,8 @@ def fully_shard(model, optimizer, stage=3, dtype="fp32", max_grad_norm=0.0):
             model(rows).loss.backward()
             optimizer.step()
 
-    Gradients are means over ranks, and sums over the backwards of a step. Other than with FSDP2 the engine has the gradients: `param.grad` stays
-    None, `zero_grad` has nothing to do, and norms are clipped to `max_grad_norm` in `step`. `dtype` is fp32 or bf16.
+    Gradients are means over ranks, and sums over the backwards of a step. Other than with FSDP2 the engine has the gradients:
+    `param.grad` stays None, `zero_grad` has nothing to do, and norms are clipped to `max_grad_norm` in `step`. `dtype` is fp32 or bf16.
     """
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"fully_shard: dtype {dtype!r}: expected fp32 or bf16; fp16 needs engine.backward, which scales the loss")
