@@ -1,5 +1,6 @@
 """What programs do besides plain steps, beside plain PyTorch: torchrun --nproc-per-node N tests/features.py STAGE [NAME...]"""
 
+import ctypes
 import json
 import os
 import sys
@@ -7,6 +8,7 @@ import tempfile
 import traceback
 
 import torch
+import torch.distributed as dist
 import zero_torch as deepspeed
 from programs import MODELS, ROWS, TOKENS, loss_of, loss_of_pictures, make, reference, rows_of
 from safetensors.torch import load_file, save_model
@@ -185,7 +187,7 @@ def schedulers():
         plan.step()
         want.append(loss.item())
 
-    folder = common_folder(start()[0])
+    folder = common_folder()
     engine, _, _, scheduler = start()
     got = train(engine, steps=3)
     assert scheduler is engine.lr_scheduler and scheduler.last_epoch == 3
@@ -198,16 +200,13 @@ def schedulers():
     close(got, want)
 
 
-def common_folder(engine):
-    """Rank 0's, by a broadcast of its own."""
+def common_folder():
+    """Rank 0's, by a broadcast of torch.distributed, which a process starts once."""
     folder = [tempfile.mkdtemp()]
-    if engine.world_size > 1:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
+    if deepspeed.comm.get_world_size() > 1:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         dist.broadcast_object_list(folder, 0)
-        dist.destroy_process_group()
-    engine.destroy()
     return folder[0]
 
 
@@ -271,7 +270,7 @@ def gathered():
 
 
 def checkpoints():
-    folder = common_folder(start(make("gpt2")))
+    folder = common_folder()
     engine = start(make("gpt2"))
     whole = train(engine, steps=6)
     engine.destroy()
@@ -362,6 +361,8 @@ def memory_of_the_start():
         with open("/proc/self/status", encoding="ascii") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
+    # glibc's malloc otherwise keeps what it has freed, by the order of sizes.
+    ctypes.CDLL(None).mallopt(-3, 128 << 10)
     blocks, width = 32, 1024
     unit = 4 * width * width * 2
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
@@ -517,6 +518,36 @@ def arguments():
     engine.destroy()
 
 
+def own_loop():
+    """loss.backward(), twice a step, with a scheduler of torch and an evaluation between the two."""
+    torch.manual_seed(0)
+    model = make("llama-tied")
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = deepspeed.fully_shard(model, adamw, stage=STAGE, max_grad_norm=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    torch.manual_seed(0)
+    plain = make("llama-tied")
+    of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01)
+    scheduler_of_plain = torch.optim.lr_scheduler.StepLR(of_plain, 2, 0.5)
+    for step in range(STEPS):
+        own = rows_of(step).view(optimizer.engine.world_size, 2, -1, TOKENS)[optimizer.engine.global_rank]
+        for rows in own:
+            (loss_of(model, rows) / 2).backward()
+            with torch.no_grad():
+                got = loss_of(model, rows_of(step)).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        loss = loss_of(plain, rows_of(step))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
+        of_plain.step()
+        of_plain.zero_grad()
+        scheduler_of_plain.step()
+        close([got, optimizer.grad_norm], [loss.item(), norm], 2e-6)
+    optimizer.engine.destroy()
+
+
 def wrong_settings():
     """The messages of `zero train --config`, and what this engine does not have."""
     for config, text in [
@@ -581,7 +612,7 @@ def settings():
 FEATURES = [
     frozen, adapters, unused, groups, shared_by_blocks, two_backwards, retained_graph, schedulers, generation, gathered, checkpoints,
     released_parameters, errors_in_forward, without_memory, weights_by_name, memory_of_the_start, peft, compiled, accumulation, arguments,
-    wrong_settings, settings,
+    own_loop, wrong_settings, settings,
 ]
 failed = []
 for feature in FEATURES:

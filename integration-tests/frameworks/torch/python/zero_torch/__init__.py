@@ -5,12 +5,13 @@ from ._native import __version__
 from .as_deepspeed import install_as_deepspeed
 from .comm import init_distributed
 from .engine import Engine, initialize
+from .fully_shard import fully_shard
 from .init import init
 from .world import ConfigError
 
 __all__ = [
-    "ConfigError", "Engine", "__version__", "add_config_arguments", "comm", "init", "init_distributed", "initialize", "install_as_deepspeed",
-    "zero",
+    "ConfigError", "Engine", "__version__", "add_config_arguments", "comm", "fully_shard", "init", "init_distributed", "initialize",
+    "install_as_deepspeed", "zero",
 ]
 
 

@@ -89,6 +89,13 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None and not self._outcome[1]:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
+    def step_of_backwards(self):
+        """Ends a step whose backwards the program has called by itself; its loss is unknown."""
+        if not self._sharded.is_open:
+            raise RuntimeError("step before a backward")
+        self._loss = math.nan
+        self.step()
+
     def _next_micro_batch(self):
         # One more than the configuration has adds to the last.
         if self._micro_batch + 1 < self._config.micro_batches:

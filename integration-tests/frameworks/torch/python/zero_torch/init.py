@@ -1,7 +1,7 @@
 """Models that are built without memory: `with zero_torch.init(): model = Model()`.
 
-Tensors that are made within it are on the meta device, and what is done to them is recorded, with the states of the random numbers. The values
-of a parameter are those of the plain program, bit by bit; they are computed when its unit is handed to the engine, on rank 0.
+Tensors that are made within it are on the meta device, and what is done to them is recorded, with the states of the random numbers.
+The values of a parameter are those of the plain program, bit by bit; they are computed when its unit is handed to the engine, on rank 0.
 """
 
 import glob
@@ -193,7 +193,7 @@ class Weights:
     def value(self, names, param):
         name = next((name for name in names if name in self.of_name), None)
         if name is None:
-            raise ConfigError(f"{self.folder}: no tensor {' or '.join(names)} in its safetensors files, whose names must be those of the model's parameters")
+            raise ConfigError(f"{self.folder}: no tensor {' or '.join(names)} in its safetensors files: names must be those of the parameters")
         value = self.of_name[name].get_tensor(name)
         if value.shape != param.shape:
             raise ConfigError(f"{self.folder}: {name} has the shape {tuple(value.shape)}, the model's has {tuple(param.shape)}")

@@ -100,6 +100,7 @@ class Sharded:
         _all.add(self)
         # Whether a step is open; whether a forward without gradients has opened it; the gradients that it has.
         self.is_open, self._is_evaluation, self._arrived = False, False, set()
+        self._is_in_backward = False
 
     # ---- memory
 
@@ -170,7 +171,7 @@ class Sharded:
         for name, param in self.trained:
             handles.append(param.register_post_accumulate_grad_hook(lambda param, name=name: self._take_grad(name, param)))
         handles.append(self.module.register_forward_pre_hook(lambda module, args: self._before_root(), prepend=True))
-        handles.append(self.module.register_forward_hook(lambda module, args, out: self._after_root(), always_call=True))
+        handles.append(self.module.register_forward_hook(lambda module, args, out: self._after_root(out), always_call=True))
         if self.stage < 3:
             return
         for unit in self._units.values():
@@ -229,9 +230,19 @@ class Sharded:
         if ROOT in self._units:
             self._gather(self._units[ROOT])
 
-    def _after_root(self):
+    def _after_root(self, out):
         if not torch.is_grad_enabled():
             self._close()
+            return
+        for tensor in tensors(out):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self._at_backward())
+
+    def _at_backward(self):
+        """Begins a backward that the program calls by itself, and ends it behind its last gradient."""
+        if not self._is_in_backward:
+            self.before_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self.after_backward)
 
     def _hold_while_generating(self):
         generate = self.module.generate
@@ -303,10 +314,12 @@ class Sharded:
     # ---- steps
 
     def before_backward(self):
+        self._is_in_backward = True
         if self.stage == 3 and ROOT in self._units:
             self._gather(self._units[ROOT])
 
     def after_backward(self):
+        self._is_in_backward = False
         self.skip_micro_batch()
         for unit in self._units.values():
             unit.caller = None
