@@ -93,7 +93,7 @@ class Engine(nn.Module):
         """Ends a step whose backwards the program has called by itself; its loss is unknown."""
         if not self._sharded.is_open:
             raise RuntimeError("step before a backward")
-        self._loss = math.nan
+        self._loss = torch.tensor(math.nan)
         self.step()
 
     def _next_micro_batch(self):
