@@ -17,6 +17,8 @@ class Config:
             with open(config, encoding="utf-8") as file:
                 text = file.read()
         elif isinstance(config, dict):
+            # accelerate's word for never, which JSON has not.
+            config = {name: value for name, value in config.items() if (name, value) != ("steps_per_print", float("inf"))}
             try:
                 text = json.dumps(config)
             except TypeError as error:
