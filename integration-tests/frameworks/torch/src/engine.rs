@@ -96,6 +96,9 @@ impl Drop for Engine {
 /// A parameter: full name, unit, shape, position of its group.
 type Param = (String, String, Vec<u64>, usize);
 
+/// A unit: name, elements with padding, and the parameters in it with their first elements.
+type Unit = (String, u64, Vec<(String, u64)>);
+
 /// A group: factor of the learning rate, weight decay, whether it is trained.
 type Group = (f64, Option<f64>, bool);
 
@@ -278,8 +281,7 @@ impl Engine {
         })
     }
 
-    /// The units: name, elements with padding, and the parameters in it with their first elements.
-    fn units(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, Vec<(String, u64)>)>> {
+    fn units(&self, py: Python<'_>) -> PyResult<Vec<Unit>> {
         with!(self, py, |run| {
             let units = run.zero.layout().units().iter().map(|unit| {
                 let params = unit.params.iter();
