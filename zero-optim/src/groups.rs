@@ -118,7 +118,7 @@ pub struct ParamGroups {
     /// The groups that have another update rule than the optimizer, by their position in `rules`.
     pub updates: Vec<(usize, Arc<dyn UpdateRule>)>,
     /// Whether [`ShardedOptimizer::set_group`](crate::ShardedOptimizer::set_group) may change rules:
-    /// groups with equal rules then have launches of their own.
+    /// groups with equal rules then have separate launches.
     pub settable: bool,
 }
 

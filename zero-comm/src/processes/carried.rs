@@ -32,7 +32,7 @@ pub trait Carrier: Send + Sync {
     fn abort(&self);
 }
 
-/// What a rank sends to another one, and receives from it.
+/// The bytes that a rank sends to another one, and receives from it.
 #[derive(Debug)]
 pub struct Part<'a> {
     /// The other rank.

@@ -73,7 +73,7 @@ pub fn sockets() -> Vec<Socket> {
 
 /// Adds a socket to [`sockets`].
 pub(crate) fn add_socket(socket: impl AsFd) {
-    // Without its inode it cannot be told from a later file.
+    // Without the inode a later file would look the same.
     if let Ok(stat) = rustix::fs::fstat(&socket) {
         let fd = socket.as_fd().as_raw_fd();
         let inode = stat.st_ino;

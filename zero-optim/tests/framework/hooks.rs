@@ -256,7 +256,7 @@ proptest! {
     }
 }
 
-/// Trains with other rules of groups in each step: set in one run, or each in a run of its own that
+/// Trains with other rules of groups in each step: set in one run, or each in a separate run that
 /// resumes the last.
 fn trained_with_rules(stage: ZeroStage, is_set: bool) -> Vec<f32> {
     let dir = tempfile::tempdir().unwrap();

@@ -138,7 +138,7 @@ macro_rules! with {
     };
 }
 
-/// What a run is made of.
+/// The settings of a run.
 struct Made<'a> {
     stage: ZeroStage,
     dtypes: (DType, Option<DType>),
