@@ -40,7 +40,7 @@ while engine.global_steps < STEPS:
         rows = torch.stack([text[start:start + TOKENS] for start in starts])
         engine.backward(engine(input_ids=rows, labels=rows).loss)
         engine.step()
-    if engine.global_rank == 0 and engine.global_steps % 20 == 0:
+    if engine.global_rank == 0 and engine.global_steps % 20 == 1:
         print(f"step {engine.global_steps} loss {engine.loss:.3f}", flush=True)
 if folder:
     engine.save_checkpoint(folder)

@@ -356,6 +356,17 @@ impl Engine {
         with!(self, py, |run| Ok(run.zero.optimizer().loss_scale()))
     }
 
+    /// The learning rate of the next step, of which groups have factors.
+    #[getter]
+    fn next_lr(&self, py: Python<'_>) -> PyResult<f64> {
+        with!(self, py, |run| {
+            let optim = run.zero.optimizer();
+            let config = optim.config();
+            let position = optim.progress().schedule_position;
+            Ok(config.schedule.lr(config.lr, position))
+        })
+    }
+
     fn next_micro_batch(&self, py: Python<'_>, loss: f64) -> PyResult<()> {
         with!(self, py, |run| run
             .in_step(|step| step.next_micro_batch(loss)))

@@ -2,12 +2,16 @@
 
 import os
 
-from .world import world
+import torch.distributed as dist
+
+from .world import device_of_rank, world
 
 
-def init_distributed(*_args, **_options):
-    """Joins the ranks of the job, by the launcher's variables."""
+def init_distributed(dist_backend=None, *_args, **_options):
+    """Joins the ranks of the job, and begins torch.distributed under a launcher that names its ranks, for the program's own use."""
     world()
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() and not dist.is_initialized():
+        dist.init_process_group("gloo" if device_of_rank().type == "cpu" else dist_backend or "cpu:gloo,cuda:nccl")
 
 
 def is_initialized():

@@ -30,6 +30,11 @@ class Config:
         except ValueError as error:
             raise ConfigError(f"{place}{error}") from None
         vars(self).update(settings)
+        try:
+            self.given = json.loads(text)
+        except ValueError:
+            # With comments, which only the rules above have.
+            self.given = {}
         for warning in self.warnings:
             log.warning("%s%s", place, warning)
 

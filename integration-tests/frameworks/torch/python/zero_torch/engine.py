@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from .comm import init_distributed
 from .config import Config, ConfigError
 from .groups import Groups, ZeroOptimizer, ZeroScheduler
 from .sharded import Sharded
@@ -15,26 +16,29 @@ from .world import LIMIT, log, world
 
 
 class Engine(nn.Module):
-    def __init__(self, model, config, model_parameters=None, optimizer=None):
+    def __init__(self, model, config, model_parameters=None, optimizer=None, lr_scheduler=None):
         super().__init__()
         ranks = world()
         self.global_rank, self.world_size = ranks.rank, ranks.world_size
-        if isinstance(config, (str, os.PathLike)):
-            with open(config, encoding="utf-8") as file:
-                config = json.load(file)
-        # As given, as with DeepSpeed; `module.config` is the model's.
-        self.config = config
         self._config = config = Config(config, self.world_size)
+        # As given, as with DeepSpeed; `module.config` is the model's.
+        self.config = config.given
         if optimizer is not None:
             config.take_optimizer(optimizer)
             model_parameters = optimizer.param_groups
+        if lr_scheduler is not None:
+            config.scheduler = None
         names = dict(model.named_parameters())
         self._groups = groups = Groups(model_parameters, names, config)
         self._sharded = Sharded(ranks, model, names, groups, config, LIMIT + 300)
         self.module = model
-        self.optimizer = ZeroOptimizer([{**group, "params": list(group["params"])} for group in groups.given], config)
-        self.lr_scheduler = ZeroScheduler(self) if config.scheduler else None
-        self.micro_steps, self.global_steps, self.skipped_steps = 0, 0, 0
+        self.optimizer = ZeroOptimizer([{**group, "params": list(group["params"])} for group in groups.given], config, self)
+        # As with DeepSpeed, the engine steps that of the program, too.
+        is_made_by = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
+        self.lr_scheduler = lr_scheduler(self.optimizer) if is_made_by else lr_scheduler
+        if config.scheduler:
+            self.lr_scheduler = ZeroScheduler(self, groups)
+        self.micro_steps, self.global_steps, self.skipped_steps, self.training_dataloader = 0, 0, 0, None
         # The loss and the number of the micro-batch, and what the program has set of them.
         self._loss, self._micro_batch, self._is_boundary, self._is_in_no_sync = None, 0, None, False
         self._outcome = None
@@ -114,12 +118,10 @@ class Engine(nn.Module):
         finally:
             self._is_in_no_sync = False
 
-    def _has_schedule(self):
-        """Whether the rate follows the configuration."""
-        return isinstance(self.lr_scheduler, ZeroScheduler)
-
     def _set_rules(self):
         """Takes up what a scheduler or the program has set."""
+        if isinstance(self.lr_scheduler, ZeroScheduler):
+            return
         rules = [self._groups.rules(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
         if rules != self._rules:
             self._sharded.native.set_groups(rules)
@@ -159,8 +161,6 @@ class Engine(nn.Module):
         return self._outcome and self._outcome[2]
 
     def get_lr(self):
-        if self._has_schedule():
-            return [self._outcome[3] if self._outcome else self._config.lr]
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def gradient_clipping(self):
@@ -178,11 +178,15 @@ class Engine(nn.Module):
 
     @property
     def device(self):
-        return torch.device("cpu")
+        return self._sharded.device
 
     @property
     def local_rank(self):
         return int(os.environ.get("LOCAL_RANK", 0))
+
+    @property
+    def global_samples(self):
+        return self.global_steps * self._config.batch_size
 
     @property
     def dp_world_size(self):
@@ -211,14 +215,18 @@ class Engine(nn.Module):
         return True
 
     def load_checkpoint(self, load_dir, tag=None, **_options):
+        """Loads the newest checkpoint in `load_dir`; without the folder that is (None, None)."""
         self._sharded.between_steps("load_checkpoint")
+        if not os.path.isdir(load_dir):
+            log.warning("load_checkpoint: there is no folder %s", load_dir)
+            return None, None
         state, self.global_steps = self._sharded.native.resume(str(load_dir))
         state = json.loads(state) or {"client": {}, "rates": []}
         self.micro_steps = self.global_steps * self._config.micro_batches
-        if self.lr_scheduler is not None and state.get("scheduler"):
-            self.lr_scheduler.load_state_dict(state["scheduler"])
         for group, lr in zip(self.optimizer.param_groups, state["rates"]):
             group["lr"] = lr
+        if self.lr_scheduler is not None and state.get("scheduler") is not None:
+            self.lr_scheduler.load_state_dict(state["scheduler"])
         return str(load_dir), state["client"]
 
     def consolidated_state_dict(self, dtype=torch.float32):
@@ -260,15 +268,12 @@ def initialize(
     if mpu is not None or mesh_param is not None:
         raise ConfigError("initialize: this engine shards over all ranks; leave mpu and mesh_param out")
     config = config or config_params or getattr(args, "deepspeed_config", None)
-    engine = Engine(model, config, model_parameters, optimizer)
-    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
-        lr_scheduler = lr_scheduler(engine.optimizer)
-    # As with DeepSpeed, the engine steps it.
-    engine.lr_scheduler = lr_scheduler or engine.lr_scheduler
-    loader = None
+    if dist_init_required is not False:
+        init_distributed()
+    engine = Engine(model, config, model_parameters, optimizer, lr_scheduler)
     if training_data is not None:
         sampler = torch.utils.data.DistributedSampler(training_data, engine.world_size, engine.global_rank)
-        loader = torch.utils.data.DataLoader(
+        engine.training_dataloader = torch.utils.data.DataLoader(
             training_data, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn
         )
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -29,7 +29,7 @@ def fully_shard(model, optimizer, stage=3, dtype="fp32", max_grad_norm=0.0):
 class ShardedOptimizer(ZeroOptimizer):
     def __init__(self, engine):
         self.engine = engine
-        super().__init__(engine.optimizer.param_groups, engine._config)
+        super().__init__(engine.optimizer.param_groups, engine._config, engine)
         engine.optimizer = self
 
     def step(self, closure=None):

@@ -50,8 +50,15 @@ class Groups:
 class ZeroOptimizer(torch.optim.Optimizer):
     """The optimizer for schedulers and callbacks: the rates and decays of its groups are those of the next step."""
 
-    def __init__(self, groups, config):
+    def __init__(self, groups, config, engine):
         super().__init__(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
+        self._engine = weakref.ref(engine)
+
+    @property
+    def loss_scale(self):
+        return self._engine().loss_scale
+
+    cur_scale = loss_scale
 
     def step(self, closure=None):
         raise RuntimeError("call engine.step(), which ends micro-batches, too")
@@ -61,19 +68,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 class ZeroScheduler:
-    """The schedule of the configuration, which the engine follows by itself."""
+    """The schedule of the configuration, which the engine follows by itself: the groups show the rates of the next step."""
 
-    def __init__(self, engine):
+    def __init__(self, engine, groups):
         self._engine = weakref.ref(engine)
+        self._factors = [factor for factor, _, is_trained in groups.settings if is_trained]
+        self.step()
 
     def step(self, *args, **kwargs):
-        """Nothing: the engine's steps count."""
+        engine = self._engine()
+        rate = engine._sharded.native.next_lr
+        for group, factor in zip(engine.optimizer.param_groups, self._factors):
+            group["lr"] = factor * rate
 
-    def get_last_lr(self):
-        return self._engine().get_lr()
+    def get_lr(self):
+        return [group["lr"] for group in self._engine().optimizer.param_groups]
+
+    get_last_lr = get_lr
 
     def state_dict(self):
         return {}
 
     def load_state_dict(self, state):
-        """Nothing: checkpoints of the engine have the position."""
+        """Checkpoints of the engine have the position."""
+        self.step()
