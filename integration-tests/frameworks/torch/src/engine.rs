@@ -80,8 +80,8 @@ impl<D: Device> Run<D> {
 /// One rank of a run.
 #[pyclass(frozen)]
 pub(crate) struct Engine {
-    run: Mutex<Option<AnyRun>>,
-    comm: Comm,
+    /// Behind the end of the run nothing here keeps the ranks.
+    run: Mutex<Option<(AnyRun, Comm)>>,
     process: Process,
 }
 
@@ -114,14 +114,17 @@ impl Engine {
                 "the engine belongs to the process that made it, and not to a fork of that",
             ));
         }
-        detached(py, Some(self.comm.clone()), || {
-            let mut run = self.lock()?;
-            call(run.as_mut().ok_or_else(|| failed("the engine is closed"))?)
+        let closed = || failed("the engine is closed");
+        let comm = self.lock()?.as_ref().map(|(_, comm)| comm.clone());
+        detached(py, Some(comm.ok_or_else(closed)?), || {
+            let mut open = self.lock()?;
+            let (run, _) = open.as_mut().ok_or_else(closed)?;
+            call(run)
         })
     }
 
     /// The run. A handler of a signal that calls the engine may interrupt a call of this thread.
-    fn lock(&self) -> PyResult<MutexGuard<'_, Option<AnyRun>>> {
+    fn lock(&self) -> PyResult<MutexGuard<'_, Option<(AnyRun, Comm)>>> {
         self.run.try_lock().ok_or_else(|| {
             failed("the engine is in another call, of a thread or below a signal's handler")
         })
@@ -275,8 +278,7 @@ impl Engine {
             Comm::Cuda(device, comm) => made.on_cuda((device, comm), stream).map(AnyRun::Cuda),
         })?;
         Ok(Self {
-            run: Mutex::new(Some(run)),
-            comm,
+            run: Mutex::new(Some((run, comm))),
             process: Process::this(),
         })
     }
@@ -459,7 +461,7 @@ impl Engine {
             return Ok(());
         }
         py.detach(|| {
-            let Some(mut run) = self.lock()?.take() else {
+            let Some((mut run, _comm)) = self.lock()?.take() else {
                 return Ok(());
             };
             match &mut run {

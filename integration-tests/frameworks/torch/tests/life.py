@@ -44,7 +44,7 @@ def setup():
             return self.head(x).square().mean()
 
     def start(model, stage):
-        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "optimizer": {"params": {"lr": 1e-3}}}
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}, "gradient_clipping": 0.0}
         return zero_torch.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
     return torch, Model, start

@@ -20,7 +20,7 @@ fn check(stage: ZeroStage) {
             let report = zero.zero().rank().pool().report();
             let formula = layout.state_bytes(stage, &Widths::FP32_ADAM).unwrap();
             assert_eq!(
-                report.of(Purpose::Grads).live_bytes as u64,
+                report.of(Purpose::Grads).peak_bytes as u64,
                 formula.grads_bytes
             );
             assert_eq!(
