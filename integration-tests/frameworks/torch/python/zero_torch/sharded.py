@@ -234,9 +234,10 @@ class Sharded:
         if not torch.is_grad_enabled():
             self._close()
             return
+        this = weakref.proxy(self)
         for tensor in tensors(out):
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self._at_backward())
+                tensor.register_hook(lambda grad: this._at_backward())
 
     def _at_backward(self):
         """Begins a backward that the program calls by itself, and ends it behind its last gradient."""
@@ -271,9 +272,12 @@ class Sharded:
             # When this use has passed is not known: its unit is whole until the end of backward.
             return None
 
+        # Graphs, which are freed late, do not keep this.
+        this = weakref.proxy(self)
+
         def passed():
             unit.active.discard(use)
-            self._release_if_done(unit)
+            this._release_if_done(unit)
 
         # Views have gradients of this use alone. The block may change them in place as it might change what it was called with.
         new = {id(tensor): tensor.view_as(tensor) for tensor in around}
@@ -287,9 +291,10 @@ class Sharded:
         if torch.is_grad_enabled():
             # A module may also leave an output in an attribute, such as an auxiliary loss.
             kept = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
+            this = weakref.proxy(self)
             for tensor in (*tensors(out), *kept):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda grad, use=unit.use: self._before_use(unit, use))
+                    tensor.register_hook(lambda grad, use=unit.use: this._before_use(unit, use))
         # In backward this is the forward of a checkpointed block, whose own backward follows.
         if torch._C._current_graph_task_id() == -1:
             self._release(unit)
