@@ -175,12 +175,9 @@ fn peak_and_limit(layers: usize) -> (usize, usize) {
         let formula = formula.unwrap();
         let live = |purpose| report.of(purpose).live_bytes as u64;
         assert_eq!(live(Purpose::Params), formula.params_bytes);
-        // Between steps there are none.
-        let grads = report.of(Purpose::Grads);
-        assert_eq!(
-            (grads.live_bytes, grads.peak_bytes as u64),
-            (0, formula.grads_bytes)
-        );
+        // They are freed behind the update, which may still run.
+        let grads = report.of(Purpose::Grads).peak_bytes as u64;
+        assert_eq!(grads, formula.grads_bytes);
         assert_eq!(live(Purpose::Optimizer), formula.optimizer_bytes);
 
         // Into candle's tensors: forward and backward.
