@@ -32,7 +32,7 @@ def part(folder, stage, first, last):
     torch.set_num_threads(1)
     config = {
         "train_batch_size": ROWS,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
     }
     engine, *_ = deepspeed.initialize(model=make("gpt2"), config=config)
