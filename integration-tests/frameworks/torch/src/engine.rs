@@ -20,10 +20,11 @@ use zero_optim::framework::{Builder, FrameworkError, HeldUnit, Rank, Step, Zero}
 use zero_optim::{GroupRules, OptimizerConfig};
 use zero_shard::ZeroStage;
 
+use crate::comm::Comm;
 use crate::detached::detached;
 use crate::failed;
 use crate::storages::{Owner, Storages, Tensors};
-use crate::world::{Comm, Process, World};
+use crate::world::{Process, World};
 
 /// Elements of a bucket: shared memory moves far fewer at a time.
 const BUCKET_ELEMS: usize = 1 << 18;

@@ -5,6 +5,7 @@
 //! torch's: gradients with the tensor as their owner, and at stage 3 the storages that units are
 //! gathered into, which torch makes and empties when a unit is used and released.
 
+mod comm;
 mod config;
 mod detached;
 mod engine;
