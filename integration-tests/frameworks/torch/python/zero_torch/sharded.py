@@ -147,6 +147,11 @@ class Sharded:
     def _gather(self, unit):
         if self.stage < 3 or unit.is_whole:
             return
+        if not self.is_open:
+            raise RuntimeError(
+                f"{unit.name} is called outside of the model's forward: at stage 3 call engine(...), or read it within "
+                "zero_torch.zero.GatheredParameters"
+            )
         self.native.unshard(unit.name)
         unit.is_whole = True
 
