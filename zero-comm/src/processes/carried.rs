@@ -171,7 +171,7 @@ impl Work<'_> {
             false => &staged[peer * stride..][..bytes],
         };
         let pieces: Vec<&[u8]> = (0..world_size).map(piece).collect();
-        Ok(reduce(op, &pieces, recv)?)
+        Ok(reduce((&checked.call, op), &pieces, recv)?)
     }
 
     /// Gathers the ranks' segments to the output; `send` is this rank's.

@@ -368,7 +368,8 @@ impl Work<'_> {
     }
 
     fn reduce_scatter(&mut self, op: ReduceOp, recv: AnySlice) -> Result<(), Failure> {
-        self.scatter(|range, pieces| Ok(reduce(op, pieces, recv.slice(range))?))
+        let call = &self.checked.call;
+        self.scatter(|range, pieces| Ok(reduce((call, op), pieces, recv.slice(range))?))
     }
 
     fn all_to_all(&mut self, recv: AnySlice) -> Result<(), Failure> {
@@ -441,8 +442,12 @@ impl Work<'_> {
     }
 }
 
-/// Writes the reduction of the ranks' pieces, in rank order, to `out`.
-pub(super) fn reduce(op: ReduceOp, pieces: &[&[u8]], out: AnySlice) -> Result<(), DeviceError> {
+/// Writes the reduction of the ranks' pieces of a call, in rank order, to `out`.
+pub(super) fn reduce(
+    (call, op): (&Call, ReduceOp),
+    pieces: &[&[u8]],
+    out: AnySlice,
+) -> Result<(), DeviceError> {
     fn of<T: Reducible>(op: ReduceOp, pieces: &[&[u8]], out: AnySlice) -> Result<(), DeviceError> {
         let out: DeviceSlice<T> = out.typed()?;
         let pieces: Vec<&[T]> = pieces
@@ -466,13 +471,12 @@ pub(super) fn reduce(op: ReduceOp, pieces: &[&[u8]], out: AnySlice) -> Result<()
     if out.is_empty() {
         return Ok(());
     }
-    match CommDType::try_from(out.dtype()) {
-        Ok(CommDType::F32) => of::<f32>(op, pieces, out),
-        Ok(CommDType::F64) => of::<f64>(op, pieces, out),
-        Ok(CommDType::Bf16) => of::<bf16>(op, pieces, out),
-        Ok(CommDType::F16) => of::<f16>(op, pieces, out),
-        Ok(CommDType::U8) => of::<u8>(op, pieces, out),
-        Err(dtype) => unreachable!("a call of {dtype} was not refused"),
+    match call.comm_dtype() {
+        CommDType::F32 => of::<f32>(op, pieces, out),
+        CommDType::F64 => of::<f64>(op, pieces, out),
+        CommDType::Bf16 => of::<bf16>(op, pieces, out),
+        CommDType::F16 => of::<f16>(op, pieces, out),
+        CommDType::U8 => of::<u8>(op, pieces, out),
     }
 }
 
