@@ -6,7 +6,7 @@ use std::rc::Rc;
 use pyo3::prelude::*;
 use zero_alloc::with_interrupt;
 
-use crate::comm::Comm;
+use crate::connect::Comm;
 
 /// Calls `call` without Python's lock. While it waits, handlers of signals run, about once a second.
 /// If one raises, as that of SIGINT does, `comm` is aborted with it, which ends the waits on all

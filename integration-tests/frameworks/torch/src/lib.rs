@@ -5,13 +5,13 @@
 //! torch's: gradients with the tensor as their owner, and at stage 3 the storages that units are
 //! gathered into, which torch makes and empties when a unit is used and released.
 
-mod comm;
 mod config;
+mod connect;
 mod detached;
-mod engine;
-mod storages;
+mod membership;
+mod rank_engine;
+mod torch_memory;
 mod transport;
-mod world;
 
 use std::fmt::Display;
 
@@ -25,8 +25,8 @@ fn failed(error: impl Display) -> PyErr {
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(config::read_config, module)?)?;
-    module.add_function(wrap_pyfunction!(world::has_several_machines, module)?)?;
+    module.add_function(wrap_pyfunction!(membership::has_several_machines, module)?)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    module.add_class::<world::World>()?;
-    module.add_class::<engine::Engine>()
+    module.add_class::<membership::World>()?;
+    module.add_class::<rank_engine::Engine>()
 }

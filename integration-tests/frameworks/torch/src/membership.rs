@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use zero_comm::world::Ranks;
 
-use crate::comm::{Comm, connect};
+use crate::connect::{Comm, connect};
 use crate::detached::detached;
 use crate::failed;
 use crate::transport::Transport;

@@ -20,11 +20,11 @@ use zero_optim::framework::{Builder, FrameworkError, HeldUnit, Rank, Step, Zero}
 use zero_optim::{GroupRules, OptimizerConfig};
 use zero_shard::ZeroStage;
 
-use crate::comm::Comm;
+use crate::connect::Comm;
 use crate::detached::detached;
 use crate::failed;
-use crate::storages::{Owner, Storages, Tensors};
-use crate::world::{Process, World};
+use crate::membership::{Process, World};
+use crate::torch_memory::{Owner, Tensors};
 
 /// Elements of a bucket: shared memory moves far fewer at a time.
 const BUCKET_ELEMS: usize = 1 << 18;
@@ -151,7 +151,8 @@ struct Made<'a> {
     params: Vec<Param>,
     groups: Vec<Group>,
     init: &'a Py<PyAny>,
-    memory: [Py<PyAny>; 3],
+    gather: Py<PyAny>,
+    allocate: Py<PyAny>,
     limit: Duration,
 }
 
@@ -208,7 +209,6 @@ impl Made<'_> {
             .iter()
             .map(|(name, _, shape, _)| (name.clone(), shape.clone()));
 
-        let [take, give, allocate] = self.memory;
         let builder = Zero::builder(rank.limit(self.limit))
             .stage(self.stage)
             .dtype(self.dtypes.0)
@@ -219,8 +219,8 @@ impl Made<'_> {
             .add_gradients()
             .params(shapes, |name| unit_of[name].to_owned())
             .groups(rules, move |name| group_of[name])
-            .gather_memory(Storages::new(take, give, device))
-            .gradient_memory(Tensors::new(allocate, device));
+            .gather_memory(Tensors::new(self.gather, device))
+            .gradient_memory(Tensors::new(self.allocate, device));
         let mut raised = None;
         let zero = set(builder).build_from_rank_0(|name, _shape, values| {
             let at = values.as_mut_ptr() as usize;
@@ -239,9 +239,8 @@ impl Made<'_> {
 #[pymethods]
 impl Engine {
     /// `init(name, address, elements)` writes the initial values of a parameter in fp32, on rank 0.
-    /// `take(unit, bytes)` returns the address of memory for a gathered unit, `give(unit)` takes it
-    /// back; both only at stage 3. `allocate(bytes)` returns a tensor and its address.
-    /// `stream` is torch's on a GPU.
+    /// `gather(unit, bytes)` returns the owner of memory for a gathered unit, at stage 3, and its
+    /// address; `allocate(unit, bytes)` those for sums of gradients. `stream` is torch's on a GPU.
     #[new]
     #[allow(clippy::too_many_arguments, reason = "called by name in Python")]
     fn new(
@@ -255,8 +254,7 @@ impl Engine {
         params: Vec<Param>,
         groups: Vec<Group>,
         init: Py<PyAny>,
-        take: Py<PyAny>,
-        give: Py<PyAny>,
+        gather: Py<PyAny>,
         allocate: Py<PyAny>,
         stream: usize,
         limit_seconds: f64,
@@ -270,7 +268,8 @@ impl Engine {
             params,
             groups,
             init: &init,
-            memory: [take, give, allocate],
+            gather,
+            allocate,
             limit: Duration::try_from_secs_f64(limit_seconds).map_err(failed)?,
         };
         let comm = world.comm()?;

@@ -27,55 +27,9 @@ impl Drop for Owner {
     }
 }
 
-/// The storages of gathered units.
-pub(crate) struct Storages {
-    take: Py<PyAny>,
-    give: Py<PyAny>,
-    device: DeviceId,
-}
-
-impl Storages {
-    pub(crate) fn new(take: Py<PyAny>, give: Py<PyAny>, device: DeviceId) -> Self {
-        Self { take, give, device }
-    }
-}
-
-/// A storage in use.
-struct Storage {
-    give: Py<PyAny>,
-    unit: usize,
-}
-
-impl Drop for Storage {
-    fn drop(&mut self) {
-        // An error of Python's would be one of the interpreter that ends.
-        Python::try_attach(|py| drop(self.give.call1(py, (self.unit,))));
-    }
-}
-
-// SAFETY: `take` makes a storage of these bytes, which torch reads only while its unit is whole, and
-// which `give` empties. On a GPU torch allocates it for the stream that is current, the engine's.
-unsafe impl CallerMemory for Storages {
-    fn allocate(
-        &mut self,
-        unit: usize,
-        elems: usize,
-        dtype: DType,
-    ) -> Result<(AnySlice, Box<dyn Any + Send + Sync>), PrefetchError> {
-        let bytes = elems * dtype.size_bytes();
-        let taken = Python::attach(|py| {
-            let at: usize = self.take.call1(py, (unit, bytes))?.extract(py)?;
-            let give = self.give.clone_ref(py);
-            Ok::<_, PyErr>((at, Storage { give, unit }))
-        });
-        let (at, storage) = taken.map_err(|error| no_memory(unit, &error))?;
-        Ok((slice(at, elems, dtype, self.device), Box::new(storage)))
-    }
-}
-
-/// Tensors of torch, for sums of gradients.
+/// Tensors of torch, for what belongs to a unit.
 pub(crate) struct Tensors {
-    /// `allocate(bytes)` returns a tensor and its address.
+    /// `allocate(unit, bytes)` returns the owner of memory, and its address.
     allocate: Py<PyAny>,
     device: DeviceId,
 }
@@ -86,8 +40,9 @@ impl Tensors {
     }
 }
 
-// SAFETY: a tensor of these bytes, which its owner keeps, and which torch does not use; on a GPU in
-// the order of the engine's stream, as above.
+// SAFETY: the memory of a tensor or a storage of these bytes, which its owner keeps. Of a gathered
+// unit torch reads it while the unit is whole, else not at all; on a GPU torch allocates it for the
+// stream that is current, the engine's.
 unsafe impl CallerMemory for Tensors {
     fn allocate(
         &mut self,
@@ -96,23 +51,14 @@ unsafe impl CallerMemory for Tensors {
         dtype: DType,
     ) -> Result<(AnySlice, Box<dyn Any + Send + Sync>), PrefetchError> {
         let bytes = elems * dtype.size_bytes();
-        let made = Python::attach(|py| self.allocate.call1(py, (bytes,))?.extract(py));
-        let (tensor, at): (Py<PyAny>, usize) = made.map_err(|error| no_memory(unit, &error))?;
-        Ok((
-            slice(at, elems, dtype, self.device),
-            Box::new(Owner::new(tensor)),
-        ))
+        let made = Python::attach(|py| self.allocate.call1(py, (unit, bytes))?.extract(py));
+        let (owner, at): (Py<PyAny>, usize) =
+            made.map_err(|error: PyErr| PrefetchError::Memory {
+                unit,
+                message: error.to_string(),
+            })?;
+        // SAFETY: as above.
+        let slice = unsafe { AnySlice::from_raw_parts(at as *mut u8, elems, dtype, self.device) };
+        Ok((slice, Box::new(Owner::new(owner))))
     }
-}
-
-fn no_memory(unit: usize, error: &PyErr) -> PrefetchError {
-    PrefetchError::Memory {
-        unit,
-        message: error.to_string(),
-    }
-}
-
-fn slice(at: usize, elems: usize, dtype: DType, device: DeviceId) -> AnySlice {
-    // SAFETY: the callers' promise to `CallerMemory`.
-    unsafe { AnySlice::from_raw_parts(at as *mut u8, elems, dtype, device) }
 }

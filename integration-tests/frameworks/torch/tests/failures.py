@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from launch import Job
+from launch import Job, run
 
 RANKS, AT_FAULT = 3, 1
 
@@ -178,7 +178,4 @@ def test_failures():
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        rank_main(sys.argv[2], int(sys.argv[3]))
-    else:
-        main()
+    run(rank_main, main)

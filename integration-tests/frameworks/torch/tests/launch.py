@@ -70,3 +70,11 @@ class Job:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
+
+
+def run(rank_main, main):
+    """The entry of a test that starts ranks of itself: `--rank CASE STAGE` is one of them."""
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(sys.argv[2], int(sys.argv[3]))
+    else:
+        main()

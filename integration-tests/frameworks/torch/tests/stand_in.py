@@ -27,7 +27,7 @@ def on_device(stage, gpu):
     driver = ctypes.CDLL("libcuda.so.1") if gpu is not None else None
     kept, places = [], {}
 
-    def allocate(size):
+    def allocate(_unit, size):
         if driver is None:
             tensor = torch.empty(size, dtype=torch.uint8)
             return tensor, tensor.data_ptr()
@@ -36,17 +36,15 @@ def on_device(stage, gpu):
         kept.append(at.value)
         return at, at.value
 
-    def take(unit, size):
-        owner, at = allocate(size)
-        kept.append(owner)
-        places[unit] = at
-        return at
+    def gather(unit, size):
+        owner, places[unit] = allocate(unit, size)
+        return owner, places[unit]
 
     def init(name, at, elems):
         view(at, elems, torch.float32).copy_(INITIAL[name])
 
     engine = _native.Engine(
-        world, stage, "fp32", None, OPTIMIZER, 2, PARAMS, [(0.01, 0.1, True), (1.0, None, False)], init, take, lambda unit: None, allocate, 0, 60.0
+        world, stage, "fp32", None, OPTIMIZER, 2, PARAMS, [(0.01, 0.1, True), (1.0, None, False)], init, gather, allocate, 0, 60.0
     )
     layout = engine.units()
     results = []
@@ -64,7 +62,7 @@ def on_device(stage, gpu):
                 if stage == 3:
                     engine.reshard(unit)
                 for name, grad in grads:
-                    owner, at = allocate(4 * grad.numel())
+                    owner, at = allocate(None, 4 * grad.numel())
                     view(at, grad.numel(), torch.float32).copy_(grad)
                     engine.grad(name, (at, grad.numel(), "fp32"), owner)
             if micro == 0:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-from launch import LIMIT, Job, free_port
+from launch import Job, LIMIT, free_port, run
 
 STEPS = 4
 
@@ -112,7 +112,4 @@ def test_transport():
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        rank_main(sys.argv[2], int(sys.argv[3]))
-    else:
-        main()
+    run(rank_main, main)

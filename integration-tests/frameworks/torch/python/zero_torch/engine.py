@@ -119,10 +119,10 @@ class Engine(nn.Module):
             self._is_in_no_sync = False
 
     def _set_rules(self):
-        """Takes up what a scheduler or the program has set."""
-        if isinstance(self.lr_scheduler, ZeroScheduler):
-            return
+        """Takes up what a scheduler or the program has set; the schedule of the configuration sets the rates by itself."""
         rules = [self._groups.rules(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        if isinstance(self.lr_scheduler, ZeroScheduler):
+            rules = [(factor, decay) for (factor, _), (_, decay) in zip(self._rules, rules)]
         if rules != self._rules:
             self._sharded.native.set_groups(rules)
             self._rules = rules

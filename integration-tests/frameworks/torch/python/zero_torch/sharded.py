@@ -45,6 +45,27 @@ def admit(storage):
         torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
 
 
+def empty(unit):
+    storage = unit.flat.untyped_storage()
+    admit(storage)
+    storage.resize_(0)
+    refuse(
+        storage,
+        f"a parameter of {unit.name} is released: at stage 3 it has no elements outside of the forward and backward of the block and its "
+        "modules; call the module, or make the weight an attribute of the module that reads it, or read engine.consolidated_state_dict()",
+    )
+
+
+class Filled:
+    """The memory of a unit that is whole, until the engine drops this."""
+
+    def __init__(self, unit):
+        self._unit = unit
+
+    def __del__(self):
+        empty(self._unit)
+
+
 def close(native, handles, params):
     """Ends the run, and takes hooks and memory back."""
     for handle in handles:
@@ -73,7 +94,7 @@ class Sharded:
         self.device = device = device_of_rank()
         handle = stream().cuda_stream if device.type == "cuda" else 0
 
-        def allocate(size):
+        def allocate(_unit, size):
             tensor = torch.empty(size, dtype=torch.uint8, device=device)
             return tensor, tensor.data_ptr()
 
@@ -81,7 +102,7 @@ class Sharded:
         this = weakref.ref(self)
         self.native = _native.Engine(
             world, config.stage, config.dtype, config.reduce_dtype, config.optimizer_json(), config.micro_batches, params, groups.settings,
-            init, lambda unit, size: this()._take(unit, size), lambda unit: this() and this()._give(unit), allocate, handle, limit,
+            init, lambda unit, size: this()._take(unit, size), allocate, handle, limit,
         )
         # What `close` undoes.
         self._handles = []
@@ -122,27 +143,14 @@ class Sharded:
             for name, start in places:
                 param = names[name]
                 set_memory(param, unit.flat[start:start + param.numel()].view(param.shape))
-            self._empty(unit)
+            empty(unit)
 
     def _take(self, index, size):
-        storage = self._by_index[index].flat.untyped_storage()
-        admit(storage)
-        storage.resize_(size)
-        return storage.data_ptr()
-
-    def _give(self, index):
-        self._empty(self._by_index[index])
-
-    @staticmethod
-    def _empty(unit):
+        unit = self._by_index[index]
         storage = unit.flat.untyped_storage()
         admit(storage)
-        storage.resize_(0)
-        refuse(
-            storage,
-            f"a parameter of {unit.name} is released: at stage 3 it has no elements outside of the forward and backward of the block and its "
-            "modules; call the module, or make the weight an attribute of the module that reads it, or read engine.consolidated_state_dict()",
-        )
+        storage.resize_(size)
+        return Filled(unit), storage.data_ptr()
 
     def _gather(self, unit):
         if self.stage < 3 or unit.is_whole:
