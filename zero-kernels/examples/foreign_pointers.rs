@@ -12,7 +12,8 @@ use zero_alloc::cuda::{CudaDevice, interop};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memory, Stream};
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::{
-    AdamHyper, AdamScalars, KernelError, Kernels, StepScalars, UpdateArgs, UpdateRule, Weights,
+    AdamHyper, AdamScalars, KernelError, Kernels, Rounding, StepScalars, UpdateArgs, UpdateRule,
+    Weights,
 };
 
 /// A framework's tensor: a pointer to device memory and a length.
@@ -65,10 +66,11 @@ unsafe fn fused_step(
             master,
             param_out: Some(param),
         },
-        slots: vec![first_moment, second_moment],
+        slots: vec![first_moment.into(), second_moment.into()],
         grad,
         scalars,
         weight_decay: HYPER.weight_decay,
+        rounding: Rounding::Nearest,
     };
     let rule: Arc<dyn UpdateRule> = Arc::new(HYPER);
     kernels.update(&stream, &rule, args)

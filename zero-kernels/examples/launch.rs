@@ -8,7 +8,9 @@ use half::bf16;
 use zero_alloc::device::{AnySlice, Device, DeviceId, DeviceSlice, Element, Stream};
 use zero_alloc::host::HostDevice;
 use zero_kernels::host::HostKernels;
-use zero_kernels::{AdamHyper, AdamScalars, GradStats, Kernels, UpdateArgs, UpdateRule, Weights};
+use zero_kernels::{
+    AdamHyper, AdamScalars, GradStats, Kernels, Rounding, UpdateArgs, UpdateRule, Weights,
+};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let len = 1 << 20;
@@ -37,10 +39,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             master: typed(&mut master),
             param_out: Some(any(&mut param)),
         },
-        slots: vec![typed(&mut m), typed(&mut v)],
+        slots: vec![typed(&mut m).into(), typed(&mut v).into()],
         grad: any(&mut grad),
         scalars: typed(&mut scalars),
         weight_decay: hyper.weight_decay,
+        rounding: Rounding::Nearest,
     };
 
     let mut scratch = vec![0f64; kernels.stats_scratch_elems(&[len])];

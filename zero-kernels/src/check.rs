@@ -2,10 +2,11 @@
 //! are checked when a kernel is selected.
 
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice};
+use zero_shard::BlockFormat;
 
 use crate::codec::Codec;
 use crate::error::{Argument, KernelError};
-use crate::kernels::{AdvanceArgs, Segments};
+use crate::kernels::{AdvanceArgs, EncodeSums, Feedback, Segments};
 use crate::rule::{UpdateArgs, UpdateRule, Weights};
 use crate::step::{GradStats, RankStats};
 
@@ -144,10 +145,24 @@ pub(crate) fn update(
         ],
     };
 
-    let slots = rule.slots(Codec::Fp32);
+    let slots = rule.slots(Codec::Fp32.into());
     same_len("update: slots", slots.len(), args.slots.len())?;
-    let slots = slots.iter().zip(&args.slots);
-    written.extend(slots.map(|(slot, memory)| Extent::typed(Argument::Slot(slot.name), *memory)));
+    for (slot, coded) in slots.iter().zip(&args.slots) {
+        let extent = Extent::any(Argument::Slot(slot.name), coded.memory);
+        let elems = match coded.has_elems(args.elems()) {
+            true => args.elems(),
+            false => extent.elems,
+        };
+        let align_bytes = match coded.codec {
+            Codec::Blocks(_) => align_of::<f32>(),
+            _ => extent.align_bytes,
+        };
+        written.push(Extent {
+            elems,
+            align_bytes,
+            ..extent
+        });
+    }
 
     let read = [
         Extent::any("update: grad", args.grad),
@@ -177,6 +192,46 @@ pub(crate) fn cast(device: DeviceId, src: AnySlice, dst: AnySlice) -> Result<(),
         &[Extent::any("cast: dst", dst)],
         &[Extent::any("cast: src", src)],
     )
+}
+
+pub(crate) fn encode_blocks(
+    device: DeviceId,
+    format: BlockFormat,
+    (src, blocks): (AnySlice, AnySlice),
+    feedback: Option<Feedback>,
+    sums: Option<DeviceSlice<EncodeSums>>,
+) -> Result<(), KernelError> {
+    float("encode_blocks: src", src.dtype())?;
+    let blocks = block_extent("encode_blocks: blocks", blocks, format.bytes(src.len()))?;
+    let error = feedback.map(|f| Extent::typed("encode_blocks: error", f.error));
+    error.iter().try_for_each(|error| error.has(src.len()))?;
+    let sums = sums.map(|sums| Extent::typed("encode_blocks: sums", sums));
+    let count = EncodeSums::count(src.len());
+    sums.iter().try_for_each(|sums| sums.has(count))?;
+    let written: Vec<_> = [Some(blocks), error, sums].into_iter().flatten().collect();
+    check_extents(device, &written, &[Extent::any("encode_blocks: src", src)])
+}
+
+pub(crate) fn decode_blocks(
+    device: DeviceId,
+    format: BlockFormat,
+    (blocks, parts): (AnySlice, usize),
+    dst: AnySlice,
+) -> Result<(), KernelError> {
+    float("decode_blocks: dst", dst.dtype())?;
+    let bytes = format.bytes(dst.len()).saturating_mul(parts);
+    let blocks = block_extent("decode_blocks: blocks", blocks, bytes)?;
+    check_extents(device, &[Extent::any("decode_blocks: dst", dst)], &[blocks])
+}
+
+/// Blocks of `bytes` bytes, which start with a scale in fp32.
+fn block_extent(what: &'static str, blocks: AnySlice, bytes: usize) -> Result<Extent, KernelError> {
+    let extent = Extent::any(what, blocks);
+    same_len(what, bytes, blocks.len_bytes())?;
+    Ok(Extent {
+        align_bytes: align_of::<f32>(),
+        ..extent
+    })
 }
 
 pub(crate) fn pack(

@@ -4,7 +4,9 @@
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device, DeviceSlice};
+use zero_shard::BlockFormat;
 
+use crate::codec::Codec;
 use crate::error::KernelError;
 use crate::rule::{UpdateArgs, UpdateRule};
 use crate::step::{
@@ -53,6 +55,82 @@ impl Segments {
     }
 }
 
+/// What an encoding left out, added to the next one: the argument of [`Kernels::encode_blocks`].
+///
+/// ```text
+/// x     = src + error
+/// error = keep * error + (1 - keep) * (x - decode(encode(x)))
+/// ```
+///
+/// With `keep` 0 this is error feedback; above, a running mean of the errors (LoCo, Xie et al., arXiv
+/// 2407.04480). What is not finite is left out of the error.
+#[derive(Clone, Copy, Debug)]
+pub struct Feedback {
+    /// An element for each of the source, updated.
+    pub error: DeviceSlice<f32>,
+    /// The part of the error that stays.
+    pub keep: f32,
+}
+
+/// Sums over values that were encoded, for their relative error. Blocks that are not finite are
+/// left out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct EncodeSums {
+    /// Of the squares of the errors.
+    pub error_sq: f64,
+    /// Of the squares of the greatest errors that the format allows.
+    pub bound_sq: f64,
+    /// Of the squares of the values.
+    pub value_sq: f64,
+}
+
+impl EncodeSums {
+    /// Elements of one entry.
+    pub const ELEMS: usize = 16_384;
+
+    /// Entries for `elems` elements.
+    pub const fn count(elems: usize) -> usize {
+        elems.div_ceil(Self::ELEMS)
+    }
+
+    /// The sum of all.
+    pub fn total(sums: &[Self]) -> Self {
+        let mut total = Self::default();
+        for sums in sums {
+            total.error_sq += sums.error_sq;
+            total.bound_sq += sums.bound_sq;
+            total.value_sq += sums.value_sq;
+        }
+        total
+    }
+
+    /// Adds those of whole blocks, the last one of which may have fewer values: in their order.
+    pub(crate) fn add(
+        &mut self,
+        format: BlockFormat,
+        values: &[f32],
+        decoded: &[f32],
+        blocks: &[u8],
+    ) {
+        let blocks = blocks.chunks_exact(format.block_bytes());
+        let values = values.chunks(format.elems());
+        for ((values, decoded), block) in values.zip(decoded.chunks(format.elems())).zip(blocks) {
+            let scale = f32::from_le_bytes([block[0], block[1], block[2], block[3]]);
+            if scale.is_nan() {
+                continue;
+            }
+            let most = f64::from(format.error_bound()) * f64::from(scale.abs());
+            self.bound_sq += most * most * values.len() as f64;
+            for (value, decoded) in values.iter().zip(decoded) {
+                let error = f64::from(*value) - f64::from(*decoded);
+                self.error_sq += error * error;
+                self.value_sq += f64::from(*value) * f64::from(*value);
+            }
+        }
+    }
+}
+
 /// The operations of a ZeRO step, enqueued on streams of `D`. The call checks the arguments:
 /// lengths, dtypes, alignment, and that no written slice overlaps another argument. Empty ranges
 /// are allowed.
@@ -90,6 +168,38 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
         src: AnySlice,
         dst: AnySlice,
         scale: f32,
+    ) -> Result<(), KernelError>;
+
+    /// Whether [`Self::update`] takes slots in this format.
+    fn updates(&self, codec: Codec) -> bool;
+
+    /// Encodes `src`, in fp32, bf16 or fp16, into `blocks`, bytes of `format`. `sums` has
+    /// [`EncodeSums::count`] entries, to which those of this array are added.
+    ///
+    /// # Errors
+    /// See [`KernelError`].
+    fn encode_blocks(
+        &self,
+        stream: &D::Stream,
+        format: BlockFormat,
+        src: AnySlice,
+        blocks: AnySlice,
+        feedback: Option<Feedback>,
+        sums: Option<DeviceSlice<EncodeSums>>,
+    ) -> Result<(), KernelError>;
+
+    /// Writes to `dst`, in fp32, bf16 or fp16, the sum of `parts` arrays in `blocks`, one after
+    /// another: in fp32, in their order.
+    ///
+    /// # Errors
+    /// See [`KernelError`].
+    fn decode_blocks(
+        &self,
+        stream: &D::Stream,
+        format: BlockFormat,
+        blocks: AnySlice,
+        parts: usize,
+        dst: AnySlice,
     ) -> Result<(), KernelError>;
 
     /// Packs `segments` of a unit into `dst`, one behind the other, as [`Self::cast`] with scale 1.

@@ -12,12 +12,11 @@ pub mod reference;
 mod rule;
 pub mod rules;
 pub mod step;
-mod transcode;
 
-pub use codec::{Codec, join, split};
+pub use codec::{AverageCodecs, Codec, CodedSlice, Rounding, join, split};
 pub use error::{Argument, KernelError};
 pub use float::Float;
-pub use kernels::{AdvanceArgs, Kernels, Segments};
+pub use kernels::{AdvanceArgs, EncodeSums, Feedback, Kernels, Segments};
 pub use rule::{
     CudaKernel, Grain, SettingError, Slot, StepPoint, UpdateArgs, UpdateForm, UpdateRule, Weights,
     WeightsForm,
@@ -25,4 +24,3 @@ pub use rule::{
 pub use rules::adam;
 pub use rules::adam::{AdamHyper, AdamScalars};
 pub use step::{GradStats, RULE_SCALARS, RankStats, StepScalars};
-pub use transcode::Rounding;

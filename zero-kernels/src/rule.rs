@@ -18,7 +18,7 @@ use std::ops::Range;
 use half::bf16;
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
-use crate::codec::Codec;
+use crate::codec::{AverageCodecs, Codec, CodedSlice, Rounding};
 use crate::error::KernelError;
 use crate::host::update::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};
 use crate::step::{RULE_SCALARS, StepScalars};
@@ -28,7 +28,7 @@ use crate::step::{RULE_SCALARS, StepScalars};
 pub struct Slot {
     /// The name in checkpoints, such as `first_moment`.
     pub name: &'static str,
-    /// The format in which it is kept. Launches get fp32.
+    /// The format in which it is kept.
     pub codec: Codec,
 }
 
@@ -116,8 +116,8 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
         None
     }
 
-    /// The arrays of state. `averages`: the format for running averages of gradients.
-    fn slots(&self, averages: Codec) -> Vec<Slot>;
+    /// The arrays of state. `averages`: the formats for running averages of gradients.
+    fn slots(&self, averages: AverageCodecs) -> Vec<Slot>;
 
     /// The elements that an update must see together.
     fn grain(&self) -> Grain {
@@ -164,24 +164,27 @@ pub enum Weights {
 pub struct UpdateArgs {
     /// The weights.
     pub weights: Weights,
-    /// The rule's slots, in their order, updated.
-    pub slots: Vec<DeviceSlice<f32>>,
+    /// The rule's slots, in their order, updated. Where one is in blocks, the arguments start with
+    /// one.
+    pub slots: Vec<CodedSlice>,
     /// fp32, bf16 or fp16.
     pub grad: AnySlice,
     /// One element, read when the launch runs.
     pub scalars: DeviceSlice<StepScalars>,
     /// The weight decay of these elements, in place of the rule's.
     pub weight_decay: f64,
+    /// The rounding of slots in bf16.
+    pub rounding: Rounding,
 }
 
 /// The dtypes of an update's arguments.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UpdateForm {
     /// The weights.
     pub weights: WeightsForm,
-    /// The number of slots.
-    pub slots: usize,
+    /// The formats of the slots.
+    pub slots: Vec<Codec>,
     /// The gradient.
     pub grad: DType,
 }
@@ -214,12 +217,12 @@ impl UpdateArgs {
             Weights::Fp32 { .. } => size_of::<f32>(),
             Weights::Remainder { .. } => size_of::<bf16>() + size_of::<i16>(),
         };
-        let elem = elem + self.slots.len() * size_of::<f32>();
+        let slots: usize = self.slots.iter().map(|slot| slot.memory.len_bytes()).sum();
         let written = match self.weights {
             Weights::Fp32 { param_out, .. } => param_out.map_or(0, AnySlice::len_bytes),
             Weights::Remainder { .. } => 0,
         };
-        2 * elem * self.elems() + self.grad.len_bytes() + written
+        2 * (elem * self.elems() + slots) + self.grad.len_bytes() + written
     }
 
     /// Its dtypes.
@@ -231,7 +234,7 @@ impl UpdateArgs {
                 },
                 Weights::Remainder { .. } => WeightsForm::Remainder,
             },
-            slots: self.slots.len(),
+            slots: self.slots.iter().map(|slot| slot.codec).collect(),
             grad: self.grad.dtype(),
         }
     }
@@ -256,17 +259,19 @@ impl UpdateArgs {
                 .map(|slot| slot.slice(range.clone()))
                 .collect(),
             grad: part(self.grad),
+            rounding: self.rounding.from_elem(range.start),
             ..*self
         }
     }
 
-    /// The arguments as Rust slices.
+    /// The arguments as Rust slices, with these `slots` in fp32.
     ///
     /// # Safety
     /// As for [`DeviceSlice::as_host_mut`] of each: host memory, disjoint, and nothing else
     /// accesses it meanwhile.
     pub(crate) unsafe fn as_host<'a>(
         &self,
+        slots: Vec<&'a mut [f32]>,
         scalars: StepScalars,
     ) -> Result<UpdateSlices<'a>, KernelError> {
         let weights = match self.weights {
@@ -286,11 +291,9 @@ impl UpdateArgs {
                 remainder: unsafe { remainder.as_host_mut() },
             },
         };
-        let slots = self.slots.iter();
         Ok(UpdateSlices {
             weights,
-            // SAFETY: the caller's promise.
-            slots: slots.map(|slot| unsafe { slot.as_host_mut() }).collect(),
+            slots,
             // SAFETY: the caller's promise.
             grad: unsafe { FloatSlice::of(self.grad) }?,
             scalars,

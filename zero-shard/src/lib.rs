@@ -29,6 +29,7 @@
 mod setters;
 
 mod activations;
+mod blocks;
 mod bucket;
 mod checked;
 mod error;
@@ -47,6 +48,7 @@ mod topology;
 mod traffic;
 
 pub use activations::{ActivationBytes, ActivationOptions, TransformerShape};
+pub use blocks::{BlockFormat, Normalise};
 pub use bucket::{BucketPiece, bucket_pieces};
 pub use error::ShardError;
 pub use footprint::{Footprint, MemoryModel, Placement, Tier, TierBytes, largest};

@@ -8,11 +8,16 @@ use zero_alloc::device::{
     AnySlice, DType, Device, DeviceError, DeviceId, DeviceSlice, Memory, Stream,
 };
 
+use zero_shard::BlockFormat;
+
 use super::launch::{self, EVERY_KERNEL_BYTES, Launch, Param};
 use super::source::SOURCES;
 use super::{Functions, Loader};
 use crate::step::RankStats;
-use crate::{AdvanceArgs, GradStats, KernelError, Kernels, Segments, UpdateArgs, UpdateRule};
+use crate::{
+    AdvanceArgs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels, Segments,
+    UpdateArgs, UpdateRule, check,
+};
 
 /// The operations on one GPU's streams. A clone is another handle of the same kernels.
 ///
@@ -169,6 +174,35 @@ unsafe impl Kernels<CudaDevice> for CudaKernels {
         scale: f32,
     ) -> Result<(), KernelError> {
         self.enqueue(stream, "cast", launch::cast(self.id(), src, dst, scale)?)
+    }
+
+    fn updates(&self, codec: Codec) -> bool {
+        codec == Codec::Fp32
+    }
+
+    fn encode_blocks(
+        &self,
+        _stream: &CudaStream,
+        format: BlockFormat,
+        src: AnySlice,
+        blocks: AnySlice,
+        feedback: Option<Feedback>,
+        sums: Option<DeviceSlice<EncodeSums>>,
+    ) -> Result<(), KernelError> {
+        check::encode_blocks(self.id(), format, (src, blocks), feedback, sums)?;
+        todo!("helper: the kernel")
+    }
+
+    fn decode_blocks(
+        &self,
+        _stream: &CudaStream,
+        format: BlockFormat,
+        blocks: AnySlice,
+        parts: usize,
+        dst: AnySlice,
+    ) -> Result<(), KernelError> {
+        check::decode_blocks(self.id(), format, (blocks, parts), dst)?;
+        todo!("helper: the kernel")
     }
 
     fn pack(

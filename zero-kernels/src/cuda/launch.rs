@@ -10,8 +10,8 @@ use crate::host::stats_order::CHUNK_ELEMS;
 use crate::rule::{entries, float_index};
 use crate::step::RankStats;
 use crate::{
-    AdvanceArgs, Codec, GradStats, KernelError, Segments, UpdateArgs, UpdateRule, Weights, check,
-    rules,
+    AdvanceArgs, Codec, GradStats, KernelError, Rounding, Segments, UpdateArgs, UpdateRule,
+    Weights, check, rules,
 };
 
 /// The most ranges of one launch (`RANGES` of cuda/prelude.cuh). Their addresses are kernel
@@ -188,7 +188,7 @@ pub(super) fn update(
             (vec![param.erase(), remainder], None)
         }
     };
-    streams.extend(args.slots.iter().map(|slot| slot.erase()));
+    streams.extend(args.slots.iter().map(|slot| slot.memory));
     streams.push(args.grad);
     streams.extend(param_out);
 
@@ -481,10 +481,11 @@ fn kernels_of_grad(
         for weights in masters.chain([remainder]) {
             let args = UpdateArgs {
                 weights,
-                slots: vec![slots.none(); rule.slots(Codec::Fp32).len()],
+                slots: vec![slots.none::<f32>().into(); rule.slots(Codec::Fp32.into()).len()],
                 grad,
                 scalars: slots.slot(1, 1),
                 weight_decay: 0.0,
+                rounding: Rounding::Nearest,
             };
             launches.push(update(device, &*rule, &args)?);
         }
@@ -559,7 +560,10 @@ pub fn kernel_signatures() -> Result<Vec<Signature>, KernelError> {
 mod tests {
     use super::*;
     use crate::host::UpdateSlices;
-    use crate::{AdamHyper, CudaKernel, RULE_SCALARS, SettingError, Slot, StepPoint, UpdateForm};
+    use crate::{
+        AdamHyper, AverageCodecs, CudaKernel, RULE_SCALARS, SettingError, Slot, StepPoint,
+        UpdateForm,
+    };
 
     fn at<T>(address: usize, len: usize) -> DeviceSlice<T> {
         // SAFETY: building a launch computes with addresses and accesses no memory.
@@ -578,10 +582,11 @@ mod tests {
                 master: at(0x1_0000, len),
                 param_out: Some(at::<half::f16>(0x5_0000, len).erase()),
             },
-            slots: vec![at(0x2_0000, len), at(0x3_0000, len)],
+            slots: vec![at(0x2_0000, len).into(), at(0x3_0000, len).into()],
             grad: at::<half::bf16>(0x4_0000, len).erase(),
             scalars: at(0x100, 1),
             weight_decay: 0.1,
+            rounding: Rounding::Nearest,
         }
     }
 
@@ -644,8 +649,9 @@ mod tests {
             0.0
         }
 
-        fn slots(&self, codec: Codec) -> Vec<Slot> {
+        fn slots(&self, averages: AverageCodecs) -> Vec<Slot> {
             let name = "momentum";
+            let codec = averages.signed;
             vec![Slot { name, codec }]
         }
 
@@ -658,14 +664,14 @@ mod tests {
         }
 
         fn cuda_kernel(&self, _: &UpdateForm, weight_decay: f64) -> Option<CudaKernel> {
-            AdamHyper::default().cuda_kernel(&self.0?, weight_decay)
+            AdamHyper::default().cuda_kernel(self.0.as_ref()?, weight_decay)
         }
     }
 
     #[test]
     fn kernels_of_other_arguments_are_refused() {
         let own = UpdateArgs {
-            slots: vec![at(0x2_0000, 8)],
+            slots: vec![at(0x2_0000, 8).into()],
             ..args(8)
         };
         for rule in [Borrowed(None), Borrowed(Some(args(8).form()))] {

@@ -5,12 +5,15 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice};
 use zero_alloc::host::{HostDevice, HostStream};
+use zero_shard::BlockFormat;
 
-use super::Workers;
 use super::pack::copies;
+use super::update::FloatSlice;
+use super::{Workers, coded};
 use crate::step::{self, RankStats};
 use crate::{
-    AdvanceArgs, Float, GradStats, KernelError, Kernels, Segments, UpdateArgs, UpdateRule, check,
+    AdvanceArgs, Codec, EncodeSums, Feedback, Float, GradStats, KernelError, Kernels, Segments,
+    UpdateArgs, UpdateRule, check,
 };
 
 /// The operations on host streams. Updates, cast, pack, accumulate and grad_stats are split over a
@@ -90,7 +93,7 @@ unsafe impl Kernels<HostDevice> for HostKernels {
             let updated = workers.on_ranges(args.elems(), |range| {
                 // SAFETY: as above, `check` found what is written disjoint from all others, and
                 // ranges do not overlap.
-                rule.update(unsafe { args.slice(range).as_host(scalars) }?)
+                unsafe { coded::update(&*rule, &args.slice(range), scalars) }
             });
             updated.map_err(failed)
         })?;
@@ -119,6 +122,72 @@ unsafe impl Kernels<HostDevice> for HostKernels {
             })?;
             Ok(())
         }))
+    }
+
+    fn updates(&self, _codec: Codec) -> bool {
+        true
+    }
+
+    fn encode_blocks(
+        &self,
+        stream: &HostStream,
+        format: BlockFormat,
+        src: AnySlice,
+        blocks: AnySlice,
+        feedback: Option<Feedback>,
+        sums: Option<DeviceSlice<EncodeSums>>,
+    ) -> Result<(), KernelError> {
+        check::encode_blocks(DeviceId::HOST, format, (src, blocks), feedback, sums)?;
+        let workers = self.workers.clone();
+        stream.enqueue("encode_blocks", move || {
+            // Whole entries of the sums, since parts are whole chunks of the statistics.
+            let encoded = workers.on_ranges(src.len(), |range| {
+                let bytes = format.bytes(range.start)..format.bytes(range.end);
+                let entries = range.start / EncodeSums::ELEMS..EncodeSums::count(range.end);
+                // SAFETY: `check` found host memory; its maker promised validity and ordered
+                // accesses.
+                let src = unsafe { FloatSlice::of(src.slice(range.clone())) }?;
+                // SAFETY: as above; `check` found what is written disjoint from all others, and
+                // ranges do not overlap.
+                let blocks = unsafe { blocks.slice(bytes).typed()?.as_host_mut() };
+                let feedback = feedback.map(|Feedback { error, keep }| {
+                    // SAFETY: as for the blocks.
+                    (unsafe { error.slice(range).as_host_mut() }, keep)
+                });
+                // SAFETY: as for the blocks.
+                let sums = sums.map(|sums| unsafe { sums.slice(entries).as_host_mut() });
+                coded::encode_blocks(format, src, blocks, feedback, sums)
+            });
+            encoded.map_err(failed)
+        })?;
+        Ok(())
+    }
+
+    fn decode_blocks(
+        &self,
+        stream: &HostStream,
+        format: BlockFormat,
+        blocks: AnySlice,
+        parts: usize,
+        dst: AnySlice,
+    ) -> Result<(), KernelError> {
+        check::decode_blocks(DeviceId::HOST, format, (blocks, parts), dst)?;
+        let workers = self.workers.clone();
+        with_float!("decode_blocks: dst", dst.dtype(), D => {
+            let dst = dst.typed::<D>()?;
+            stream.enqueue("decode_blocks", move || {
+                // SAFETY: `check` found host memory; its maker promised validity and ordered
+                // accesses.
+                let blocks: &[u8] = unsafe { blocks.typed()?.as_host() };
+                let decoded = workers.on_ranges(dst.len(), |range| {
+                    // SAFETY: as above; ranges do not overlap.
+                    let part = unsafe { dst.slice(range.clone()).as_host_mut() };
+                    coded::decode_blocks(format, (blocks, parts), (dst.len(), range.start), part)
+                });
+                decoded.map_err(failed)
+            })?;
+            Ok(())
+        })
     }
 
     fn pack(

@@ -13,6 +13,7 @@
 
 mod accumulate;
 mod cast;
+mod coded;
 mod grad_stats;
 mod launch;
 mod pack;
@@ -22,6 +23,7 @@ pub(crate) mod workers;
 
 pub use accumulate::accumulate;
 pub use cast::cast;
+pub use coded::{decode_blocks, encode_blocks};
 pub use grad_stats::grad_stats;
 pub use launch::HostKernels;
 pub use update::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};

@@ -6,8 +6,8 @@ use half::{bf16, f16};
 use zero_alloc::device::Device;
 use zero_kernels::adam::{self, RemainderSlices};
 use zero_kernels::{
-    AdamHyper, AdamScalars, Float, StepScalars, UpdateArgs, UpdateRule, Weights, join, reference,
-    split,
+    AdamHyper, AdamScalars, Float, Rounding, StepScalars, UpdateArgs, UpdateRule, Weights, join,
+    reference, split,
 };
 
 use crate::Rig;
@@ -80,10 +80,11 @@ fn check<D: Device, G: Float, P: Float>(rig: &Rig<D>, with_param: bool) {
                     master: master.slice(),
                     param_out: with_param.then(|| param.any()),
                 },
-                slots: vec![first_moment.slice(), second_moment.slice()],
+                slots: vec![first_moment.slice().into(), second_moment.slice().into()],
                 grad: on_device.any(),
                 scalars: at.slice(),
                 weight_decay: hyper.weight_decay,
+                rounding: Rounding::Nearest,
             };
             rig.kernels.update(&rig.stream, &rule, args).unwrap();
 
@@ -209,10 +210,11 @@ fn check_remainder<D: Device, G: Float>(rig: &Rig<D>) {
                 param: on_param.slice(),
                 remainder: on_remainder.slice(),
             },
-            slots: vec![on_m.slice(), on_v.slice()],
+            slots: vec![on_m.slice().into(), on_v.slice().into()],
             grad: on_grad.any(),
             scalars: at.slice(),
             weight_decay: hyper.weight_decay,
+            rounding: Rounding::Nearest,
         };
         rig.kernels.update(&rig.stream, &rule, args).unwrap();
         let slices = RemainderSlices {
@@ -267,10 +269,11 @@ pub fn skipped_step_writes_nothing<D: Device>(rig: &Rig<D>) {
     ] {
         let args = UpdateArgs {
             weights,
-            slots: vec![m.slice(), v.slice()],
+            slots: vec![m.slice().into(), v.slice().into()],
             grad: g.any(),
             scalars: at.slice(),
             weight_decay: rule.weight_decay(),
+            rounding: Rounding::Nearest,
         };
         rig.kernels.update(&rig.stream, &rule, args).unwrap();
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use half::bf16;
 use zero_alloc::device::{Device, DeviceSlice};
 use zero_kernels::{
-    AdamHyper, AdamScalars, GradStats, StepScalars, UpdateArgs, UpdateRule, Weights,
+    AdamHyper, AdamScalars, GradStats, Rounding, StepScalars, UpdateArgs, UpdateRule, Weights,
 };
 
 use crate::Rig;
@@ -72,10 +72,11 @@ pub fn scalars_are_read_in_stream_order<D: Device>(rig: &Rig<D>) {
             master: w.slice(),
             param_out: Some(param.any()),
         },
-        slots: vec![m.slice(), v.slice()],
+        slots: vec![m.slice().into(), v.slice().into()],
         grad: total.any(),
         scalars: scalars.slice(),
         weight_decay: hyper.weight_decay,
+        rounding: Rounding::Nearest,
     };
 
     kernels.update(stream, &rule, args.clone()).unwrap();

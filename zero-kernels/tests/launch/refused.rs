@@ -8,8 +8,8 @@ use zero_alloc::device::{
 };
 use zero_kernels::step::{StepConfig, StepRecord, StepState};
 use zero_kernels::{
-    AdvanceArgs, Argument, GradStats, KernelError, RankStats, Segments, StepScalars, UpdateArgs,
-    UpdateRule, Weights,
+    AdvanceArgs, Argument, GradStats, KernelError, RankStats, Rounding, Segments, StepScalars,
+    UpdateArgs, UpdateRule, Weights,
 };
 
 use crate::Rig;
@@ -79,10 +79,11 @@ pub fn bad_arguments_of_updates<D: Device>(rig: &Rig<D>) {
             master: master.slice(),
             param_out: None,
         },
-        slots: vec![m.slice(), v.slice()],
+        slots: vec![m.slice().into(), v.slice().into()],
         grad: grad.any(),
         scalars: scalars.slice(),
         weight_decay: 0.1,
+        rounding: Rounding::Nearest,
     };
 
     let rule: Arc<dyn UpdateRule> = Arc::new(hyper(true));
@@ -209,10 +210,11 @@ pub fn bad_arguments_of_updates_with_remainders<D: Device>(rig: &Rig<D>) {
     let run = |param, remainder| {
         let args = UpdateArgs {
             weights: Weights::Remainder { param, remainder },
-            slots: vec![m.slice(), v.slice()],
+            slots: vec![m.slice().into(), v.slice().into()],
             grad: grad.any(),
             scalars: scalars.slice(),
             weight_decay: 0.1,
+            rounding: Rounding::Nearest,
         };
         rig.kernels.update(&rig.stream, &rule, args)
     };

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use safetensors::SafeTensors;
 use zero_alloc::device::Device;
-use zero_kernels::{AdamHyper, AdamScalars, StepScalars, UpdateArgs, UpdateRule, Weights};
+use zero_kernels::{
+    AdamHyper, AdamScalars, Rounding, StepScalars, UpdateArgs, UpdateRule, Weights,
+};
 
 use crate::Rig;
 
@@ -49,10 +51,11 @@ fn check<D: Device>(
                 master: weights.slice(),
                 param_out: None,
             },
-            slots: vec![first_moment.slice(), second_moment.slice()],
+            slots: vec![first_moment.slice().into(), second_moment.slice().into()],
             grad: grad.any(),
             scalars: scalars.slice(),
             weight_decay: hyper.weight_decay,
+            rounding: Rounding::Nearest,
         };
         rig.kernels.update(&rig.stream, &rule, args).unwrap();
         for (i, (&ours, &theirs)) in weights

@@ -17,7 +17,7 @@ mod remainder;
 
 use serde::{Deserialize, Serialize};
 
-use crate::codec::Codec;
+use crate::codec::{AverageCodecs, Codec};
 use crate::error::KernelError;
 use crate::host::update::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices, with_floats};
 use crate::rule::{
@@ -170,13 +170,12 @@ impl UpdateRule for AdamHyper {
         Some([self.beta1, self.beta2])
     }
 
-    fn slots(&self, averages: Codec) -> Vec<Slot> {
-        ["first_moment", "second_moment"]
-            .map(|name| Slot {
-                name,
-                codec: averages,
-            })
-            .into()
+    fn slots(&self, averages: AverageCodecs) -> Vec<Slot> {
+        let slot = |name, codec| Slot { name, codec };
+        vec![
+            slot("first_moment", averages.signed),
+            slot("second_moment", averages.positive),
+        ]
     }
 
     fn scalars(&self, at: &StepPoint) -> [f32; RULE_SCALARS] {
@@ -269,8 +268,8 @@ impl UpdateRule for AdamHyper {
                 names[grad][float_index(param)?]
             }
         };
-        (form.slots == 2).then(|| CudaKernel {
-            form: *form,
+        (form.slots == [Codec::Fp32; 2]).then(|| CudaKernel {
+            form: form.clone(),
             source: "adam.cu",
             entry,
             constants: constants(self, weight_decay),

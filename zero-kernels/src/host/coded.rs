@@ -1,0 +1,245 @@
+//! Arrays in formats other than fp32 on the host: decoding and encoding, updates of slots in them,
+//! sums of blocks.
+
+use half::bf16;
+use multiversion::multiversion;
+use zero_alloc::device::DType;
+use zero_shard::BlockFormat;
+
+use super::update::{FloatSlice, with_floats};
+use crate::check::same_len;
+use crate::kernels::EncodeSums;
+use crate::step::StepScalars;
+use crate::{Codec, Float, KernelError, Rounding, UpdateArgs, UpdateRule};
+
+/// Elements that are decoded at a time: their fp32 values stay in the level-1 cache.
+const PART_ELEMS: usize = 2048;
+
+impl Codec {
+    /// Decodes an array on this thread.
+    ///
+    /// # Errors
+    /// `stored` has not the bytes of `values`, or the format has no values of its own.
+    pub fn decode(self, stored: &[u8], values: &mut [f32]) -> Result<(), KernelError> {
+        same_len("decode: bytes", self.bytes(values.len()), stored.len())?;
+        match self {
+            Self::Fp32 => bytemuck::cast_slice_mut(values).copy_from_slice(stored),
+            Self::Bf16 => {
+                for (value, stored) in values.iter_mut().zip(stored.as_chunks::<2>().0) {
+                    *value = Float::to_f32(bf16::from_le_bytes(*stored));
+                }
+            }
+            Self::Blocks(format) => format.decode(stored, values),
+            Self::Remainders => return Err(no_values("decode")),
+        }
+        Ok(())
+    }
+
+    /// Encodes `values` on this thread.
+    ///
+    /// # Errors
+    /// As [`Self::decode`].
+    pub fn encode(
+        self,
+        values: &[f32],
+        stored: &mut [u8],
+        rounding: Rounding,
+    ) -> Result<(), KernelError> {
+        same_len("encode: bytes", self.bytes(values.len()), stored.len())?;
+        match (self, rounding) {
+            (Self::Fp32, _) => stored.copy_from_slice(bytemuck::cast_slice(values)),
+            (Self::Bf16, Rounding::Nearest) => {
+                for (value, stored) in values.iter().zip(stored.as_chunks_mut::<2>().0) {
+                    *stored = <bf16 as Float>::from_f32(*value).to_le_bytes();
+                }
+            }
+            (Self::Bf16, Rounding::Stochastic { seed, first }) => {
+                let stored = stored.as_chunks_mut::<2>().0;
+                round_stochastically(values, stored, seed, first);
+            }
+            (Self::Blocks(format), _) => format.encode(values, stored),
+            (Self::Remainders, _) => return Err(no_values("encode")),
+        }
+        Ok(())
+    }
+}
+
+fn no_values(what: &'static str) -> KernelError {
+    let dtype = DType::F16;
+    KernelError::Unsupported { what, dtype }
+}
+
+/// Rounds up or down with probabilities by the distance, so that the mean is exact. Infinities and
+/// NaNs stay so. The random bits follow from `seed` and the element's position, which counts from
+/// `first`.
+#[multiversion(targets(
+    "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
+    "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
+))]
+fn round_stochastically(values: &[f32], stored: &mut [[u8; 2]], seed: u64, first: u64) {
+    for (i, (value, stored)) in values.iter().zip(stored).enumerate() {
+        // The finalizer of SplitMix64 (Steele et al., 2014) of the element's position and the seed.
+        let mut x = (first + i as u64).wrapping_add(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        let bits = value.to_bits();
+        let rounded = match value.is_finite() {
+            true => {
+                let rounded = (bits.wrapping_add((x >> 48) as u32) >> 16) as u16;
+                let up = bf16::from_bits(rounded);
+                if up.is_finite() {
+                    up
+                } else {
+                    bf16::from_bits((bits >> 16) as u16)
+                }
+            }
+            false => bf16::from_f32(*value),
+        };
+        *stored = rounded.to_le_bytes();
+    }
+}
+
+/// Updates a range on this thread. Slots in other formats than fp32 are decoded and encoded a part
+/// at a time.
+///
+/// # Safety
+/// As for [`DeviceSlice::as_host_mut`](zero_alloc::device::DeviceSlice::as_host_mut) of each
+/// argument: host memory, disjoint, and nothing else accesses it meanwhile.
+pub(super) unsafe fn update(
+    rule: &dyn UpdateRule,
+    args: &UpdateArgs,
+    scalars: StepScalars,
+) -> Result<(), KernelError> {
+    if args.slots.iter().all(|slot| slot.codec == Codec::Fp32) {
+        let slots = args.slots.iter().map(|slot| {
+            // SAFETY: the caller's promise.
+            Ok(unsafe { slot.memory.typed::<f32>()?.as_host_mut() })
+        });
+        let slots = slots.collect::<Result<_, KernelError>>()?;
+        // SAFETY: the caller's promise.
+        return rule.update(unsafe { args.as_host(slots, scalars) }?);
+    }
+
+    let mut decoded = vec![0.0; args.slots.len() * PART_ELEMS];
+    for start in (0..args.elems()).step_by(PART_ELEMS) {
+        let args = args.slice(start..args.elems().min(start + PART_ELEMS));
+        let elems = args.elems();
+        let mut slots: Vec<&mut [f32]> = Vec::new();
+        let mut stored: Vec<&mut [u8]> = Vec::new();
+        for (slot, values) in args.slots.iter().zip(decoded.chunks_exact_mut(PART_ELEMS)) {
+            // SAFETY: the caller's promise; bytes may have any value.
+            let bytes: &mut [u8] = unsafe { slot.memory.bytes().typed()?.as_host_mut() };
+            slot.codec.decode(bytes, &mut values[..elems])?;
+            slots.push(&mut values[..elems]);
+            stored.push(bytes);
+        }
+        // SAFETY: the caller's promise.
+        rule.update(unsafe { args.as_host(slots, scalars) }?)?;
+
+        let values = decoded.chunks_exact(PART_ELEMS);
+        for (nth, (bytes, values)) in stored.into_iter().zip(values).enumerate() {
+            let rounding = args.rounding.of_slot(nth, args.slots.len());
+            let codec = args.slots[nth].codec;
+            codec.encode(&values[..elems], bytes, rounding)?;
+        }
+    }
+    Ok(())
+}
+
+/// Encodes values of any dtype, a part at a time, and adds to the sums of each
+/// [`EncodeSums::ELEMS`] elements.
+///
+/// # Errors
+/// The lengths do not match.
+pub fn encode_blocks(
+    format: BlockFormat,
+    src: FloatSlice<'_>,
+    blocks: &mut [u8],
+    mut feedback: Option<(&mut [f32], f32)>,
+    mut sums: Option<&mut [EncodeSums]>,
+) -> Result<(), KernelError> {
+    let elems = with_floats!(FloatSlice, src, src => src.len());
+    same_len("encode_blocks: bytes", format.bytes(elems), blocks.len())?;
+    if let Some((error, _)) = &feedback {
+        same_len("encode_blocks: error", elems, error.len())?;
+    }
+    if let Some(sums) = &sums {
+        same_len("encode_blocks: sums", EncodeSums::count(elems), sums.len())?;
+    }
+
+    let mut values = [0.0; PART_ELEMS];
+    let mut decoded = [0.0; PART_ELEMS];
+    for start in (0..elems).step_by(PART_ELEMS) {
+        let end = elems.min(start + PART_ELEMS);
+        let values = &mut values[..end - start];
+        let decoded = &mut decoded[..end - start];
+        with_floats!(FloatSlice, src, src => {
+            let src = src[start..end].iter();
+            values.iter_mut().zip(src).for_each(|(to, from)| *to = Float::to_f32(*from));
+        });
+        if let Some((error, _)) = &feedback {
+            let error = error[start..end].iter();
+            values
+                .iter_mut()
+                .zip(error)
+                .for_each(|(to, error)| *to += error);
+        }
+        let blocks = &mut blocks[format.bytes(start)..][..format.bytes(end - start)];
+        format.encode(values, blocks);
+        if feedback.is_none() && sums.is_none() {
+            continue;
+        }
+
+        format.decode(blocks, decoded);
+        if let Some((error, keep)) = &mut feedback {
+            let error = error[start..end].iter_mut();
+            for ((error, value), decoded) in error.zip(&*values).zip(&*decoded) {
+                let missing = value - decoded;
+                // A step with infinities is skipped: they must not stay.
+                let missing = if missing.is_finite() { missing } else { 0.0 };
+                *error = keep.mul_add(*error, (1.0 - *keep) * missing);
+            }
+        }
+        if let Some(sums) = &mut sums {
+            sums[start / EncodeSums::ELEMS].add(format, values, decoded, blocks);
+        }
+    }
+    Ok(())
+}
+
+/// Writes to `dst` the elements from `first` on of the sum of `parts` arrays of `elems` elements,
+/// one after another in `blocks`, in their order.
+///
+/// # Errors
+/// The lengths do not match.
+pub fn decode_blocks<T: Float>(
+    format: BlockFormat,
+    (blocks, parts): (&[u8], usize),
+    (elems, first): (usize, usize),
+    dst: &mut [T],
+) -> Result<(), KernelError> {
+    let bytes = format.bytes(elems);
+    same_len("decode_blocks: bytes", bytes * parts, blocks.len())?;
+    let mut sum = [0.0; PART_ELEMS];
+    let mut decoded = [0.0; PART_ELEMS];
+    for (nth, dst) in dst.chunks_mut(PART_ELEMS).enumerate() {
+        let start = format.bytes(first + nth * PART_ELEMS);
+        let sum = &mut sum[..dst.len()];
+        let decoded = &mut decoded[..dst.len()];
+        for part in 0..parts {
+            let blocks = &blocks[part * bytes + start..][..format.bytes(dst.len())];
+            if part == 0 {
+                format.decode(blocks, sum);
+                continue;
+            }
+            format.decode(blocks, decoded);
+            sum.iter_mut()
+                .zip(&*decoded)
+                .for_each(|(sum, value)| *sum += value);
+        }
+        for (dst, sum) in dst.iter_mut().zip(&*sum) {
+            *dst = T::from_f32(*sum);
+        }
+    }
+    Ok(())
+}
