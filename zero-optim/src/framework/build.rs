@@ -462,15 +462,11 @@ impl Groups {
         rank: u64,
         stage: ZeroStage,
     ) -> Result<ParamGroups, FrameworkError> {
-        let runs = match stage.shards_optimizer() {
-            true => layout.group_runs(rank, |id| self.of(id))?,
-            false => layout.whole_group_runs(|id| self.of(id)),
-        };
+        let rank = stage.shards_optimizer().then_some(rank);
         let params = layout.params();
         let assigned = params.map(|(id, placed)| (placed.name.clone(), self.of(id)));
-        Ok(ParamGroups::new(self.rules.clone(), runs)
-            .assigned(assigned)
-            .settable())
+        let groups = ParamGroups::of_layout(self.rules.clone(), layout, rank, |id| self.of(id))?;
+        Ok(groups.assigned(assigned).settable())
     }
 }
 
