@@ -15,7 +15,7 @@ use zero_alloc::device::DType;
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::SwapOptions;
 use zero_kernels::{AverageCodecs, Codec, Slot, UpdateRule};
-use zero_shard::BlockFormat;
+use zero_shard::{BlockFormat, LayoutOptions};
 
 use crate::OptimError;
 
@@ -80,7 +80,7 @@ pub enum Masters {
 /// Averages of 8 and 4 bits are in blocks ([`BlockFormat`]), each a range of a parameter: with the
 /// same gradients they have the same bits at any stage and number of ranks. Runs of elements then
 /// begin and end at multiples of [`BlockFormat::ALIGN_ELEMS`], to which the layout aligns
-/// parameters and shards. Parameters of fewer than [`Moments::PLAIN_BELOW_ELEMS`] elements, such as
+/// parameters and shards ([`Moments::layout_options`]). Parameters of fewer than [`Moments::PLAIN_BELOW_ELEMS`] elements, such as
 /// biases and norms, have averages in fp32 ([`GroupRun::is_small`](crate::GroupRun::is_small)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -117,11 +117,12 @@ impl Moments {
         }
     }
 
-    /// The elements to whose multiples a layout aligns parameters and shards.
-    pub const fn align_elems(self) -> u64 {
+    /// The options of a layout whose state is in this format: with whole blocks in each shard.
+    #[must_use]
+    pub fn layout_options(self, options: LayoutOptions) -> LayoutOptions {
         match self {
-            Self::Fp32 | Self::Bf16 => 1,
-            Self::EightBit | Self::FourBit => BlockFormat::ALIGN_ELEMS,
+            Self::Fp32 | Self::Bf16 => options,
+            Self::EightBit | Self::FourBit => options.in_blocks(Self::PLAIN_BELOW_ELEMS),
         }
     }
 

@@ -13,7 +13,9 @@ use zero_comm::{
     WaitOnDrop,
 };
 use zero_kernels::UpdateRule;
-use zero_shard::{Layout, ParamId, ParamPlacement, ParamSpec, UnitLayout, UnitSpec, ZeroStage};
+use zero_shard::{
+    Layout, LayoutOptions, ParamId, ParamPlacement, ParamSpec, UnitLayout, UnitSpec, ZeroStage,
+};
 
 use crate::{
     GroupRules, OptimizerBuilder, OptimizerConfig, ParamGroups, RankSettings, Segment,
@@ -311,7 +313,8 @@ impl<D: Device> Builder<D> {
         } = self;
 
         let ranks = rank.comm.world_size();
-        let layout = Layout::new(&units, ranks as u64, 1)?;
+        let options = format.moments.layout_options(LayoutOptions::default());
+        let layout = Layout::with_options(&units, ranks as u64, options)?;
         check(&units, micro_batches)?;
         let mut settings = settings(&units, stage, micro_batches);
         settings.push("add_gradients", adds_gradients);

@@ -18,8 +18,7 @@ use zero_models::GpuBytes;
 use zero_models::cuda::matmul;
 use zero_models::{TensorBytes, TensorElems};
 use zero_trainer::{
-    OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems,
-    scratch_elems,
+    OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems, scratch_elems,
 };
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of
@@ -143,7 +142,12 @@ pub(crate) fn layout(request: &PlanRequest, sharding: Sharding) -> Result<GridLa
         &request.model.units,
         grid,
         sharding,
-        request.model.options.clone(),
+        request
+            .run
+            .offload
+            .format
+            .moments
+            .layout_options(request.model.options.clone()),
     )
 }
 
