@@ -80,8 +80,8 @@ pub enum Masters {
 /// Averages of 8 and 4 bits are in blocks ([`BlockFormat`]), each a range of a parameter: with the
 /// same gradients they have the same bits at any stage and number of ranks. Runs of elements then
 /// begin and end at multiples of [`BlockFormat::ALIGN_ELEMS`], to which the layout aligns
-/// parameters and shards ([`Moments::layout_options`]). Parameters of fewer than [`Moments::PLAIN_BELOW_ELEMS`] elements, such as
-/// biases and norms, have averages in fp32 ([`GroupRun::is_small`](crate::GroupRun::is_small)).
+/// parameters and shards ([`Moments::layout_options`]). Small parameters, such as biases and norms, have
+/// averages in fp32 ([`BlockFormat::holds`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Moments {
@@ -100,9 +100,6 @@ pub enum Moments {
 }
 
 impl Moments {
-    /// Parameters with fewer elements have averages in fp32 where others have 8 or 4 bits.
-    pub const PLAIN_BELOW_ELEMS: u64 = 4096;
-
     /// The formats of an array of them.
     pub fn codecs(self) -> AverageCodecs {
         let blocks = |signed, positive| AverageCodecs {
@@ -122,15 +119,15 @@ impl Moments {
     pub fn layout_options(self, options: LayoutOptions) -> LayoutOptions {
         match self {
             Self::Fp32 | Self::Bf16 => options,
-            Self::EightBit | Self::FourBit => options.in_blocks(Self::PLAIN_BELOW_ELEMS),
+            Self::EightBit | Self::FourBit => options.in_blocks(),
         }
     }
 
-    /// The format for a parameter of `elems` elements.
+    /// The format of a parameter that is not [in blocks](BlockFormat::holds).
     #[must_use]
-    pub const fn of_param(self, elems: u64) -> Self {
+    pub const fn without_blocks(self) -> Self {
         match self {
-            Self::EightBit | Self::FourBit if elems < Self::PLAIN_BELOW_ELEMS => Self::Fp32,
+            Self::EightBit | Self::FourBit => Self::Fp32,
             _ => self,
         }
     }

@@ -19,9 +19,9 @@ use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
 use zero_kernels::step::StepRates;
 use zero_kernels::{Grain, StepPoint, UpdateRule};
-use zero_shard::{Layout, ParamId, ShardError};
+use zero_shard::{BlockFormat, Layout, ParamId, ShardError};
 
-use crate::format::{Moments, StateArrays, StateFormat};
+use crate::format::{StateArrays, StateFormat};
 use crate::segments::Segment;
 use crate::{OptimError, OptimizerConfig};
 
@@ -104,8 +104,8 @@ pub struct GroupRun {
     pub elems: Range<usize>,
     /// The position of its rules in [`ParamGroups::rules`].
     pub group: usize,
-    /// Whether it is of parameters of fewer than [`Moments::PLAIN_BELOW_ELEMS`] elements, whose
-    /// averages are in fp32 where others have 8 or 4 bits.
+    /// Whether it is of small parameters, whose averages are in fp32 where others have 8 or 4 bits
+    /// ([`BlockFormat::holds`]).
     pub is_small: bool,
 }
 
@@ -259,7 +259,7 @@ impl ParamGroups {
     ) -> Result<Self, ShardError> {
         let coded = |id: ParamId| {
             let elems = layout.units()[id.unit].params[id.param].numel_elems;
-            2 * group_of(id) + usize::from(elems < Moments::PLAIN_BELOW_ELEMS)
+            2 * group_of(id) + usize::from(!BlockFormat::holds(elems))
         };
         let runs = match rank {
             Some(rank) => layout.group_runs(rank, coded)?,
@@ -365,7 +365,7 @@ impl ParamGroups {
             let rates = RateSet::new(rules, rule, config);
             let scalars = place(&mut distinct.rates, rates, |a, b| is_shared && a == b);
             let update = place(&mut distinct.updates, Arc::clone(rule), Arc::ptr_eq);
-            let small = format.moments(format.moments.of_param(0));
+            let small = format.moments(format.moments.without_blocks());
             let launches = [format, small].map(|format| {
                 let arrays = StateArrays::new(&**rule, param_dtype, format);
                 let launch = LaunchRules {

@@ -67,6 +67,16 @@ impl BlockFormat {
     /// Elements that every format's blocks divide: the alignment of layouts.
     pub const ALIGN_ELEMS: u64 = 256;
 
+    /// Parameters with fewer elements have no state in blocks.
+    pub const LEAST_ELEMS: u64 = 4096;
+
+    /// Whether state of a parameter of `elems` elements is in blocks: not that of small parameters,
+    /// such as biases and norms, and not that of parameters that are no whole blocks. torchao's
+    /// optimizers have the same rule, but for the part of a parameter on a rank.
+    pub const fn holds(elems: u64) -> bool {
+        elems >= Self::LEAST_ELEMS && elems.is_multiple_of(Self::ALIGN_ELEMS)
+    }
+
     /// Elements of a block.
     pub const fn elems(self) -> usize {
         match self {

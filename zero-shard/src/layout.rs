@@ -157,8 +157,9 @@ pub struct LayoutOptions {
     pub shard_align_elems: u64,
     /// Every parameter starts at a multiple of this in its flat parameter; the gaps are padding.
     pub param_align_elems: u64,
-    /// Of neighbours with fewer elements than this only the first is aligned; the others follow it
-    /// without gaps.
+    /// If not 0: neighbours with fewer elements than this, or with a number of elements that
+    /// `param_align_elems` does not divide, follow one another without gaps, so that only the first
+    /// is aligned.
     #[cfg_attr(feature = "serde", serde(default))]
     pub packed_below_elems: u64,
     /// Second names of parameters.
@@ -185,20 +186,25 @@ setters!(LayoutOptions {
 });
 
 impl LayoutOptions {
-    /// For values in blocks ([`BlockFormat`]): shards and parameters begin with
-    /// whole blocks, but for neighbours of fewer than `plain_below_elems` elements, which are not in
-    /// blocks.
+    /// For state in blocks: shards, and parameters with state in blocks ([`BlockFormat::holds`]),
+    /// begin with whole blocks.
     #[must_use]
-    pub fn in_blocks(self, plain_below_elems: u64) -> Self {
+    pub fn in_blocks(self) -> Self {
         let align = |elems: u64| elems.max(1).next_multiple_of(BlockFormat::ALIGN_ELEMS);
         let shard_align_elems = align(self.shard_align_elems);
         let param_align_elems = align(self.param_align_elems);
         Self {
             shard_align_elems,
             param_align_elems,
-            packed_below_elems: plain_below_elems,
+            packed_below_elems: BlockFormat::LEAST_ELEMS,
             ..self
         }
+    }
+
+    /// Whether a parameter of `elems` elements follows another such one without a gap.
+    fn packs(&self, elems: u64) -> bool {
+        let is_even = elems.is_multiple_of(self.param_align_elems);
+        self.packed_below_elems > 0 && (elems < self.packed_below_elems || !is_even)
     }
 }
 
@@ -556,7 +562,7 @@ fn place(
 
     for param in &unit.params {
         let n = param.numel_elems()?;
-        let is_packed = n < options.packed_below_elems;
+        let is_packed = options.packs(n);
         let align = match is_packed && was_packed {
             true => 1,
             false => options.param_align_elems,

@@ -180,10 +180,10 @@ impl Settings {
     }
 
     /// The arrays of the optimizer's state, of small parameters
-    /// ([`Moments::PLAIN_BELOW_ELEMS`](zero_optim::Moments::PLAIN_BELOW_ELEMS)).
+    /// ([`BlockFormat::holds`](zero_shard::BlockFormat::holds)).
     pub fn small_optimizer_state(&self) -> StateArrays {
         let format = self.offload.format;
-        let small = format.moments(format.moments.of_param(0));
+        let small = format.moments(format.moments.without_blocks());
         self.optimizer.arrays(self.dtype, small)
     }
 }

@@ -231,7 +231,8 @@ impl One {
 }
 
 fn models() -> impl Strategy<Value = Model> {
-    let elems = prop_oneof![1..300_u64, 4000..4200_u64, 4096..9000_u64];
+    let whole = (16..40_u64).prop_map(|blocks| 256 * blocks);
+    let elems = prop_oneof![1..300_u64, 4000..5000_u64, whole];
     let unit = prop::collection::vec(elems, 0..5);
     let formats = (
         prop_oneof![Just(Moments::EightBit), Just(Moments::FourBit)],
@@ -309,7 +310,12 @@ proptest! {
 /// Small parameters and frozen ones, and what the state takes.
 #[test]
 fn small_parameters_have_moments_in_fp32() {
-    let params = [("large", 4096), ("bias", 4095), ("odd", 5000)];
+    let params = [
+        ("large", 4096),
+        ("bias", 4095),
+        ("odd", 5000),
+        ("whole", 5120),
+    ];
     let params = params.map(|(name, elems)| ParamSpec::new(name, [elems]));
     let model = Model {
         units: vec![UnitSpec::new("unit", params)],
@@ -321,15 +327,13 @@ fn small_parameters_have_moments_in_fp32() {
     };
     let layout = model.layout(1);
     let places = layout.units()[0].params.iter().map(|param| param.range());
-    assert_eq!(
-        places.collect::<Vec<_>>(),
-        [0..4096, 4096..8191, 8192..13192]
-    );
+    let expected = [0..4096, 4096..8191, 8191..13191, 13312..18432];
+    assert_eq!(places.collect::<Vec<_>>(), expected);
 
     let one = model.one(shards(1), 0).unwrap();
     let state = one.host.pool.report().of(Purpose::Optimizer).live_bytes;
-    // Remainders of all, moments of 16 + 20 blocks and of 4,096 elements with padding in fp32.
-    let expected = 2 * (13312 + (16 + 20) * 260 + 4 * 4096);
+    // Remainders of all, moments of 16 + 20 blocks, and of the others with padding in fp32.
+    let expected = 2 * (18432 + (16 + 20) * 260 + 4 * (13312 - 4096));
     assert!(
         state.abs_diff(expected) < 6 * 512,
         "{state} bytes, expected {expected}"
@@ -353,7 +357,7 @@ fn blocks_are_never_cut() {
 
 #[test]
 fn parts_of_blocks_are_read_but_not_written() {
-    let params = [ParamSpec::new("a", [5000])];
+    let params = [ParamSpec::new("a", [5120])];
     let model = Model {
         units: vec![UnitSpec::new("unit", params)],
         dtype: DType::F32,
@@ -371,7 +375,7 @@ fn parts_of_blocks_are_read_but_not_written() {
         let kind = StateKind::Slot("first_moment");
         let all = one.read(kind, 0, 0..5120);
         assert!(all.iter().any(|x| *x != 0.0));
-        for range in [0..5000, 100..101, 127..129, 2900..3100] {
+        for range in [0..5120, 100..101, 127..129, 2900..3100] {
             let part = one.read(kind, 0, range.start as u64..range.end as u64);
             assert_eq!(bits(&part), bits(&all[range]));
         }

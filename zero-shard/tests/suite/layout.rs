@@ -15,7 +15,10 @@ fn plain_flat(layout: &Layout, unit: usize) -> Vec<Option<u64>> {
     let options = layout.options();
     let mut was_small = false;
     for p in &placed.params {
-        let is_small = p.shape.iter().product::<u64>() < options.packed_below_elems;
+        let numel = p.shape.iter().product::<u64>();
+        let is_odd = !numel.is_multiple_of(options.param_align_elems);
+        let is_small =
+            options.packed_below_elems > 0 && (is_odd || numel < options.packed_below_elems);
         let is_packed = is_small && was_small;
         was_small = is_small;
         while !is_packed && !(flat.len() as u64).is_multiple_of(options.param_align_elems) {

@@ -5,6 +5,7 @@ mod documents;
 mod dropout;
 mod ends;
 mod failures;
+mod few_bits;
 mod gather_codec;
 mod groups;
 mod identical;

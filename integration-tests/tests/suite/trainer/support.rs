@@ -23,8 +23,8 @@ use zero_trainer::{
     Batch, BatchAt, InitialWeights, Model, ModelError, ModelRanks, Pass, TrainError,
 };
 use zero_trainer::{
-    Home, MeshSettings, OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings,
-    StepMetrics, ValidationOptions, Workload, run_on_threads,
+    Home, MeshSettings, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics,
+    ValidationOptions, Workload, run_on_threads,
 };
 
 pub(crate) use integration_tests::relative_error;
@@ -325,7 +325,8 @@ impl Case {
             Ok(())
         };
         let summaries = run_on_threads(self.ranks, 1, settings, workload, &options, &mut observe)?;
-        let layout = Layout::new(&workload.units(), self.ranks as u64, SHARD_ALIGN_ELEMS).unwrap();
+        let options = settings.layout_options();
+        let layout = Layout::with_options(&workload.units(), self.ranks as u64, options).unwrap();
         Ok(Outcome {
             steps,
             summaries,
@@ -365,6 +366,7 @@ impl Case {
                 partition_activations: self.partition_activations,
                 sequence_parallel: self.sequence_parallel,
                 activation_checkpointing: self.activation_checkpointing,
+                layout: self.settings().layout_options(),
                 ..ModelOptions::new(self.micro_batch, self.oracle.seq, self.dtype)
             },
             threads: 1,
