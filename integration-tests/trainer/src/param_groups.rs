@@ -99,6 +99,7 @@ impl GroupSettings {
             rules,
             units,
             small: None,
+            in_blocks: Vec::new(),
         };
         match (0..groups.units.len()).all(|unit| groups.is_frozen(unit)) {
             true => Err(TrainError::Usage(
@@ -129,6 +130,8 @@ pub struct ModelGroups {
     rules: Vec<GroupRules>,
     /// The optimizer state of small parameters, if it has another format than that of others.
     pub(crate) small: Option<WireFormat>,
+    /// For each unit that is frozen and in blocks, their format and the elements that are not.
+    pub(crate) in_blocks: Vec<Option<(WireFormat, u64)>>,
     /// For each unit the positions of its tensors' rules.
     units: Vec<Vec<usize>>,
 }
@@ -182,6 +185,17 @@ impl ModelGroups {
         if self.rules.iter().all(|rules| rules.trainable) && self.small.is_none() {
             return Some(all);
         }
+        let mut params_bytes = all.params_bytes;
+        for (unit, in_blocks) in layout.units().iter().zip(&self.in_blocks) {
+            if let Some((format, plain)) = in_blocks {
+                let held = match stage.shards_params() {
+                    true => unit.shard_elems,
+                    false => unit.padded_elems,
+                };
+                params_bytes -= held.checked_mul(widths.param_bytes)?;
+                params_bytes += format.bytes(held)? + plain * widths.param_bytes;
+            }
+        }
         let units = || {
             layout
                 .units()
@@ -205,7 +219,7 @@ impl ModelGroups {
         Some(StateBytes {
             grads_bytes: grads.sum::<u64>().checked_mul(widths.grad_bytes)?,
             optimizer_bytes: optimizer_bytes?,
-            ..all
+            params_bytes,
         })
     }
 

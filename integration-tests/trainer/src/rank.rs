@@ -18,6 +18,7 @@ use crate::mesh::Mesh;
 use crate::model::Pass;
 use crate::param_groups::ModelGroups;
 use crate::settings::Settings;
+use crate::stages::frozen::FrozenUnits;
 use crate::step::replay::Record;
 use crate::units::{CutUnits, RunUnits};
 
@@ -103,6 +104,8 @@ pub(crate) struct Rank<D: Device> {
     pub(crate) passes: Vec<Pass>,
     /// The rules of each tensor.
     pub(crate) groups: ModelGroups,
+    /// Frozen units in blocks.
+    pub(crate) frozen: Option<Arc<FrozenUnits<D>>>,
     /// Settings that are equal on all ranks.
     pub(crate) settings: Settings,
 }
@@ -176,7 +179,27 @@ impl<D: Device> Rank<D> {
         }
         let layout = Arc::new(layouts.params(0).0.clone());
         let groups = settings.resolve_groups(&layout)?;
+        settings.check_frozen()?;
+        let is_sharded = settings.stage.shards_params();
+        let shards = layouts.params(mesh.data.rank() as u64);
+        let held = |unit: usize| match is_sharded {
+            true => of(shards, unit),
+            false => 0..layout.units()[unit].padded_elems,
+        };
+        let comm_of_shards = is_sharded.then(|| Arc::clone(mesh.gather.comm()));
+        let streams = vec![compute.clone(), comm_stream.clone()];
+        let memory = (&pool, &kernels);
+        let frozen = FrozenUnits::new(
+            settings,
+            &groups,
+            &layout,
+            held,
+            comm_of_shards,
+            memory,
+            streams,
+        )?;
         Ok(Self {
+            frozen: frozen.map(Arc::new),
             comm,
             mesh,
             kernels,
@@ -208,6 +231,11 @@ impl<D: Device> Rank<D> {
     /// Whether the device is the host.
     pub(crate) fn is_host(&self) -> bool {
         self.pool.device().kind() == DeviceKind::Host
+    }
+
+    /// Whether `unit` is frozen and in blocks: it has no other memory.
+    pub(crate) fn is_in_blocks(&self, unit: usize) -> bool {
+        self.frozen.as_ref().is_some_and(|frozen| frozen.has(unit))
     }
 
     /// Whether a tensor of `unit` is trained.

@@ -6,12 +6,15 @@ use std::time::Duration;
 use zero_alloc::device::DType;
 use zero_comm::{PrefetchOptions, WireCodec};
 use zero_optim::{OptimizerConfig, StateArrays};
-use zero_shard::{AxisTraffic, GridLayout, Layout, LayoutOptions, ShardError, Widths, ZeroStage};
+use zero_shard::{
+    AxisTraffic, BlockFormat, GridLayout, Layout, LayoutOptions, ShardError, Widths, ZeroStage,
+};
 
 use crate::error::TrainError;
 use crate::mesh_settings::MeshSettings;
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
+use crate::stages::frozen::in_blocks;
 use crate::units::SHARD_ALIGN_ELEMS;
 
 /// Settings that are equal on all ranks.
@@ -41,6 +44,9 @@ pub struct Settings {
     /// The format in which gathered parameters travel; `None`: as they are. Stages 1 and 2 then
     /// keep this rank's shard apart from the gathered parameters.
     pub gather_codec: Option<Arc<dyn WireCodec>>,
+    /// The format of frozen units with linear layers: in memory and where they are gathered; `None`:
+    /// in `dtype`.
+    pub quantised_frozen: Option<BlockFormat>,
     /// The optimizer.
     pub optimizer: OptimizerConfig,
     /// Rules of tensors that differ from the optimizer's.
@@ -70,6 +76,7 @@ impl Settings {
             overlap: true,
             prefetch: PrefetchOptions::default(),
             gather_codec: None,
+            quantised_frozen: None,
             optimizer: OptimizerConfig::default(),
             groups: GroupSettings::default(),
             kind_of,
@@ -87,6 +94,7 @@ impl Settings {
         let mut groups = self.groups.resolve(layout, self.kind_of)?;
         let small = self.small_optimizer_state().wire();
         groups.small = (small != self.optimizer_state().wire()).then_some(small);
+        groups.in_blocks = in_blocks(self, &groups, layout);
         Ok(groups)
     }
 
@@ -171,7 +179,30 @@ impl Settings {
     /// The options of the layout of units.
     pub fn layout_options(&self) -> LayoutOptions {
         let options = LayoutOptions::default().shard_align_elems(SHARD_ALIGN_ELEMS);
-        self.offload.format.moments.layout_options(options)
+        match self.quantised_frozen {
+            Some(_) => options.in_blocks(),
+            None => self.offload.format.moments.layout_options(options),
+        }
+    }
+
+    /// Checks that frozen units can be in blocks.
+    pub(crate) fn check_frozen(&self) -> Result<(), TrainError> {
+        let why = match self.quantised_frozen {
+            None => return Ok(()),
+            Some(_) if self.mesh.tensor_ranks.is_some_and(|ranks| ranks > 1) => {
+                "tensor parallelism cuts parameters, and their blocks with them"
+            }
+            Some(_) if self.offload.params != Home::Device => {
+                "offloaded parameters are not in blocks"
+            }
+            Some(_) if self.graphs => {
+                "they are decoded to memory that is allocated and freed during the step, which CUDA graphs cannot record"
+            }
+            Some(_) => return Ok(()),
+        };
+        Err(TrainError::Usage(format!(
+            "frozen units in blocks: {why}; use one of the two"
+        )))
     }
 
     /// The arrays of the optimizer's state, of parameters that are not small.

@@ -6,6 +6,7 @@ mod dropout;
 mod ends;
 mod failures;
 mod few_bits;
+mod frozen;
 mod gather_codec;
 mod groups;
 mod identical;

@@ -17,7 +17,7 @@ use zero_data::{DataSource, Dataset};
 use zero_models::ModelOptions;
 use zero_models::hf::HfFolder;
 use zero_optim::OptimizerConfig;
-use zero_shard::{Layout, ParamSpec, Sharding, TensorCut, UnitSpec, ZeroStage};
+use zero_shard::{BlockFormat, Layout, ParamSpec, Sharding, TensorCut, UnitSpec, ZeroStage};
 use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{
     Batch, BatchAt, InitialWeights, Model, ModelError, ModelRanks, Pass, TrainError,
@@ -53,6 +53,7 @@ pub(crate) struct Case {
     pub(crate) optimizer: OptimizerConfig,
     pub(crate) groups: GroupSettings,
     pub(crate) offload: OffloadSettings,
+    pub(crate) quantised_frozen: Option<BlockFormat>,
     pub(crate) resume: Option<PathBuf>,
     pub(crate) validation: Option<ValidationOptions>,
     pub(crate) cancel: Arc<AtomicBool>,
@@ -80,6 +81,7 @@ impl Default for Case {
             optimizer: OptimizerConfig::default().max_grad_norm(1.0),
             groups: GroupSettings::default(),
             offload: OffloadSettings::default(),
+            quantised_frozen: None,
             resume: None,
             validation: None,
             cancel: Arc::default(),
@@ -280,6 +282,7 @@ impl Case {
             optimizer: self.optimizer.clone(),
             groups: self.groups.clone(),
             offload: self.offload.clone(),
+            quantised_frozen: self.quantised_frozen,
             limit: Duration::from_secs(60),
             ..Settings::new(stage, self.dtype, zero_models::param_kind)
         }
