@@ -129,6 +129,7 @@ pub(crate) fn manifest_without_files(
         layout: LayoutRecord {
             world_size: layout.world_size(),
             align_elems: layout.align_elems(),
+            param_align_elems: layout.options().param_align_elems,
         },
         states,
         files: Vec::new(),

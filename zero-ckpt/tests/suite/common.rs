@@ -414,11 +414,9 @@ pub(crate) fn each_flip(path: &Path, bytes: usize, check: impl Fn(usize)) {
 
 /// fp32 states.
 pub(crate) fn specs() -> Vec<StateSpec> {
-    let spec = |name: &str| StateSpec {
-        name: name.into(),
-        dtype: StateDtype::F32,
-    };
-    STATES.map(spec).to_vec()
+    STATES
+        .map(|name| StateSpec::new(name, StateDtype::F32))
+        .to_vec()
 }
 
 /// Reads the shard storage of a rank.
