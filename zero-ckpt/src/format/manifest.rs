@@ -69,6 +69,9 @@ pub struct LayoutRecord {
     /// Parameters started at multiples of this many elements.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub param_align_elems: u64,
+    /// Of neighbours with fewer elements only the first was aligned.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub packed_below_elems: u64,
 }
 
 fn one() -> u64 {
@@ -79,17 +82,30 @@ fn is_one(number: &u64) -> bool {
     *number == 1
 }
 
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+impl From<&Layout> for LayoutRecord {
+    fn from(layout: &Layout) -> Self {
+        let options = layout.options();
+        Self {
+            world_size: layout.world_size(),
+            align_elems: options.shard_align_elems,
+            param_align_elems: options.param_align_elems,
+            packed_below_elems: options.packed_below_elems,
+        }
+    }
+}
+
 impl LayoutRecord {
-    /// The alignments, without ties.
-    pub(crate) fn options(&self) -> LayoutOptions {
-        LayoutOptions::default()
+    /// The layout of `units`, without ties.
+    pub(crate) fn layout(&self, units: &[UnitSpec]) -> Result<Layout, ShardError> {
+        let options = LayoutOptions::default()
             .shard_align_elems(self.align_elems)
             .param_align_elems(self.param_align_elems)
-    }
-
-    /// The layout of `units`.
-    pub(crate) fn layout(&self, units: &[UnitSpec]) -> Result<Layout, ShardError> {
-        Layout::with_options(units, self.world_size, self.options())
+            .packed_below_elems(self.packed_below_elems);
+        Layout::with_options(units, self.world_size, options)
     }
 }
 
