@@ -10,7 +10,7 @@ use zero_ckpt::{
     BackgroundStore, CkptError, Manifest, PublishedCheckpoint, Reader, SaveMeta, ShardData,
     StagingSlice, StateDtype, StateEncoding, StateSpec, Store, StoreOptions,
 };
-use zero_shard::{BlockFormat, Layout, LayoutOptions, ParamSpec, UnitSpec};
+use zero_shard::{BlockFormat, Layout, LayoutOptions, ParamSpec, TensorCut, TensorPart, UnitSpec};
 
 use crate::common::{ThreadRank, as_stored, bits, cases, fails, on_ranks, read, value};
 
@@ -394,4 +394,49 @@ fn unknown_encodings_are_named() {
     );
     let unknown = blocks(r#""format":"nf4","plain_below":0,"doubled":true"#);
     fails(unknown, &["unknown field `doubled`"]);
+}
+
+/// Columns are a few elements of every block, rows end within one.
+#[test]
+fn parts_of_matrices_in_blocks_are_those_of_the_whole() {
+    let cases = [
+        (BlockFormat::Int8, [4200, 300], 3, 1),
+        (BlockFormat::Nf4, [500, 4], 4, 1),
+        (BlockFormat::Dynamic4, [50, 1024], 2, 1),
+        (BlockFormat::Dynamic8, [51, 70], 5, 0),
+    ];
+    for (format, shape, ranks, dim) in cases {
+        let whole = ParamSpec::new("w", shape);
+        let cut = TensorCut::Dim { dim, blocks: 1 };
+        let units = [UnitSpec::new("u", [whole.clone()])];
+        let layout = Layout::new(&units, 2, 256).unwrap();
+        let state = State::new(StateSpec::new("moment", blocks(format)), &layout, 3, false);
+        let dir = tempfile::tempdir().unwrap();
+        save(
+            dir.path(),
+            &layout,
+            1,
+            std::slice::from_ref(&state),
+            Way::Storage,
+        );
+        let values = state.as_stored().unit(0);
+        let reader = Reader::open(dir.path()).unwrap();
+
+        for rank in 0..ranks {
+            let part = TensorPart::new(rank, ranks).unwrap();
+            let local = Layout::new(&[part.unit(&units[0], |_| cut).unwrap()], 1, 1).unwrap();
+            let elems = local.numel_elems();
+            let mut expected = vec![0.0; elems as usize];
+            for run in part.runs(&whole, cut, 0..elems).unwrap() {
+                if let Some(in_whole) = run.in_whole {
+                    let values = &values[range(&in_whole)];
+                    expected[range(&run.in_part)].copy_from_slice(values);
+                }
+            }
+            let view = reader.view_of_part(&local, part, |_| cut).unwrap();
+            let mut got = vec![f32::NAN; elems as usize];
+            view.read_storage("moment", 0, &mut got).unwrap();
+            assert!(bits(&got) == bits(&expected), "{format:?}, rank {rank}");
+        }
+    }
 }
