@@ -101,27 +101,36 @@ impl<F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> ByteSource for Str
 
 #[cfg(test)]
 mod tests {
-    use zero_shard::{ParamSpec, UnitSpec};
+    use zero_shard::{BlockFormat, ParamSpec, UnitSpec};
 
     use super::*;
-    use crate::StateDtype;
+    use crate::{StateDtype, StateEncoding};
 
     /// Any range of the bytes is that of the whole.
     #[test]
     fn ranges_are_parts_of_the_whole() {
         let unit =
             |n: &str, elems: u64| UnitSpec::new(n, [ParamSpec::new(format!("{n}.p"), [elems])]);
-        let layout = Layout::new(&[unit("a", 5), unit("b", 0), unit("c", 9)], 2, 4).unwrap();
+        let units = [unit("a", 5), unit("b", 0), unit("c", 150)];
+        let layout = Layout::new(&units, 2, 64).unwrap();
+        let blocks = StateEncoding::Blocks {
+            format: BlockFormat::Nf4,
+            plain_below: 6,
+        };
         let states = [
             StateSpec::new("x", StateDtype::F32),
-            StateSpec::new("y", StateDtype::BF16),
+            StateSpec::new("y", blocks),
+            StateSpec::new("z", StateDtype::BF16),
         ];
         let fill = |slice: StagingSlice<'_>| {
-            let width = slice.encoding.block_bytes() as usize;
-            for (elem, bytes) in slice.in_shard.zip(slice.bytes.chunks_exact_mut(width)) {
-                bytes.fill((elem + 16 * slice.unit as u64 + 64 * (width as u64 - 2)) as u8);
-            }
-            Ok(())
+            let unit = slice.unit as f32;
+            let of_state = f32::from(slice.state.name.as_bytes()[0]);
+            slice.fill_f32(|in_shard, values| {
+                for (elem, value) in in_shard.zip(values) {
+                    *value = elem as f32 + 200.0 * unit + 1000.0 * of_state;
+                }
+                Ok(())
+            })
         };
 
         for rank in 0..2 {
