@@ -286,7 +286,7 @@ proptest! {
             }
         }
 
-        // What was loaded is saved as it is: at any layout, in any way, back to the first files.
+        // A save of the loaded state changes nothing: at any layout, in any way.
         save(dir.path(), &again, 2, &stored, ways[1]);
         let reader = Reader::open(dir.path()).unwrap();
         for state in &stored {
