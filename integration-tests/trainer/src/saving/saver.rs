@@ -40,10 +40,7 @@ enum Saves {
 }
 
 fn states<D: Device>(rank: &Rank<D>) -> Vec<StateSpec> {
-    let spec = |kind: StateKind| StateSpec {
-        name: kind.name().to_owned(),
-        dtype: StateDtype::F32,
-    };
+    let spec = |kind: StateKind| StateSpec::new(kind.name(), StateDtype::F32);
     let arrays = rank.settings.optimizer_state();
     arrays.kinds().map(spec).collect()
 }

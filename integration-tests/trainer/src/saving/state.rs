@@ -153,31 +153,26 @@ pub(crate) fn save<D: Device>(
         .superseded(superseded.filter(|old| old.only_best).map(|old| old.step));
 
     saver.begin(rank, meta, |slot| {
-        let unknown =
-            || TrainError::State(format!("internal error: no fp32 state {}", slot.state.name));
         let mut kinds = stage.optimizer().kinds().into_iter();
         let kind = kinds.find(|kind| kind.name() == slot.state.name);
-        let kind = kind.ok_or_else(unknown)?;
-        let values = bytemuck::try_cast_slice_mut(slot.bytes).map_err(|_| unknown())?;
-        if let (Some(frozen), StateKind::Master) = (&rank.frozen, kind) {
-            let first = rank.saves(slot.unit).start;
-            let range = first + slot.in_shard.start..first + slot.in_shard.end;
-            let limit = rank.settings.host_limit();
-            if let Some(read) = frozen.read(&rank.compute, slot.unit, range, values, limit) {
-                return read;
+        let kind = kind.ok_or_else(|| {
+            TrainError::State(format!("internal error: no state {}", slot.state.name))
+        })?;
+        let unit = slot.unit;
+        let start = stage.optimizer().segments()[unit].own_shard.start;
+        slot.fill_f32(|in_shard, values| {
+            if let (Some(frozen), StateKind::Master) = (&rank.frozen, kind) {
+                let first = rank.saves(unit).start;
+                let range = first + in_shard.start..first + in_shard.end;
+                let limit = rank.settings.host_limit();
+                if let Some(read) = frozen.read(&rank.compute, unit, range, values, limit) {
+                    return read;
+                }
             }
-        }
-        let start = stage.optimizer().segments()[slot.unit].own_shard.start;
-        let elems = start + slot.in_shard.start as usize..start + slot.in_shard.end as usize;
-        stage.optimizer().read_state(
-            rank,
-            &StateRange {
-                kind,
-                unit: slot.unit,
-                elems,
-            },
-            values,
-        )
+            let elems = start + in_shard.start as usize..start + in_shard.end as usize;
+            let range = StateRange { kind, unit, elems };
+            stage.optimizer().read_state(rank, &range, values)
+        })
     })
 }
 
