@@ -190,7 +190,8 @@ impl BlockFormat {
                     _ if i % 2 == 0 => codes[i / 2] >> 4,
                     _ => codes[i / 2] & 15,
                 };
-                *value = table[usize::from(code)] * scale;
+                // The sum makes -0 of an empty block, or of a negative scale, 0.
+                *value = table[usize::from(code)] * scale + 0.0;
             }
         }
     }

@@ -198,7 +198,11 @@ fn file_with_all_keys_is_read() {
             ("data_types.param_dtype".to_owned(), DType::Bf16),
         ],
         gradient_clipping: Some(0.5),
-        optimizer: Some(DsOptimizer { lr: 3e-4, hyper }),
+        optimizer: Some(DsOptimizer {
+            lr: 3e-4,
+            hyper,
+            moments: None,
+        }),
         schedule: Some(LrSchedule::WarmupDecay(schedule)),
         activation_checkpointing: Some(ActivationCheckpointing {
             partition_activations: true,
@@ -361,7 +365,11 @@ fn adam_decouples_decay_by_default() {
         };
         assert_eq!(
             quiet(&text).optimizer,
-            Some(DsOptimizer { lr: 1e-3, hyper }),
+            Some(DsOptimizer {
+                lr: 1e-3,
+                hyper,
+                moments: None,
+            }),
             "{text}"
         );
     }

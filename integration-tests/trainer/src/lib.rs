@@ -51,7 +51,7 @@ pub use offload::settings::{Home, OffloadSettings};
 pub use options::{
     NextToken, ReplicaChecks, RunOptions, SampleOptions, ValidationData, ValidationOptions,
 };
-pub use rank_bytes::{RankBytes, decoded_moments, gathers, piece_elems, scratch_elems};
+pub use rank_bytes::{RankBytes, gathers, piece_elems, scratch_elems};
 pub use rank_exchange::RankExchange;
 pub use saving::state::TrainerState;
 pub use schedule::{StepSchedule, record_on_device, record_on_host};

@@ -145,11 +145,7 @@ impl ModelGroups {
     /// There is no such rank.
     pub fn of(&self, layout: &Layout, rank: Option<u64>) -> Result<ParamGroups, ShardError> {
         let group_of = |id: ParamId| self.units[id.unit][id.param];
-        let runs = match rank {
-            Some(rank) => layout.group_runs(rank, group_of)?,
-            None => layout.whole_group_runs(group_of),
-        };
-        Ok(ParamGroups::new(self.rules.clone(), runs))
+        ParamGroups::of_layout(self.rules.clone(), layout, rank, group_of)
     }
 
     /// As [`Self::state_bytes`], of ranks in groups.

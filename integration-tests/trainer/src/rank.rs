@@ -195,9 +195,9 @@ impl<D: Device> Rank<D> {
         })
     }
 
-    /// Elements of `unit` that belong to parameters.
-    pub(crate) fn numel(&self, unit: usize) -> usize {
-        self.layout.units()[unit].numel_elems as usize
+    /// Elements of `unit` without the padding behind its last parameter.
+    pub(crate) fn used_elems(&self, unit: usize) -> usize {
+        self.layout.units()[unit].used_elems() as usize
     }
 
     /// The number of units.

@@ -33,7 +33,7 @@ pub struct RankBytes {
     pub buckets: u64,
     /// Units that stage 3 gathers.
     pub gathered: u64,
-    /// Flat fp32 gradients of units in backward, and fp32 copies of 16-bit parameters and moments.
+    /// Flat fp32 gradients of units in backward, and fp32 copies of 16-bit parameters.
     pub workspace: u64,
     /// Buffers of transfers to and from NVMe.
     pub transfers: u64,
@@ -94,7 +94,7 @@ impl RankBytes {
             activations,
             buckets: buckets.checked_mul(widths.comm_grad_bytes)?,
             gathered: gathered.checked_mul(widths.param_bytes)?,
-            workspace: workspace.checked_add(decoded_moments(settings, layout)?)?,
+            workspace,
             transfers: transfers(settings, layout)?,
             staging: staging(settings, layout, saves)?,
         })
@@ -141,7 +141,6 @@ impl RankBytes {
         Some(Self {
             state: parts.into_iter().try_fold(0, u64::checked_add)?,
             activations: if offload.activations { checkpoints } else { 0 },
-            workspace: decoded_moments(settings, layout)?,
             transfers: transfers(settings, layout)?,
             staging: staging(settings, layout, saves)?,
             ..Self::default()
@@ -202,16 +201,6 @@ pub fn piece_elems(settings: &Settings, layout: &Layout) -> u64 {
     elems
         .checked_next_multiple_of(PIECE_ALIGN_ELEMS)
         .unwrap_or(elems)
-}
-
-/// Bytes of the moments of a sub-group in fp32, if they are kept in another format. `None`: more
-/// than 64 bits can count.
-pub fn decoded_moments(settings: &Settings, layout: &Layout) -> Option<u64> {
-    let of_elem = match settings.offload.updates_on_host() {
-        true => settings.optimizer_state().decoded_bytes(1),
-        false => 0,
-    };
-    piece_elems(settings, layout).checked_mul(of_elem as u64)
 }
 
 /// Buffers of sub-groups of optimizer state and of shards of units, if those are on NVMe.

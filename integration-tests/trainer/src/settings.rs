@@ -6,12 +6,13 @@ use std::time::Duration;
 use zero_alloc::device::DType;
 use zero_comm::{PrefetchOptions, WireCodec};
 use zero_optim::{OptimizerConfig, StateArrays};
-use zero_shard::{AxisTraffic, GridLayout, Layout, ShardError, Widths, ZeroStage};
+use zero_shard::{AxisTraffic, GridLayout, Layout, LayoutOptions, ShardError, Widths, ZeroStage};
 
 use crate::error::TrainError;
 use crate::mesh_settings::MeshSettings;
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
+use crate::units::SHARD_ALIGN_ELEMS;
 
 /// Settings that are equal on all ranks.
 #[derive(Clone, Debug)]
@@ -162,6 +163,12 @@ impl Settings {
             gathered: codec.map_or(widths.gathered, |codec| codec.format()),
             ..widths
         }
+    }
+
+    /// The options of the layout of units.
+    pub fn layout_options(&self) -> LayoutOptions {
+        let options = LayoutOptions::default().shard_align_elems(SHARD_ALIGN_ELEMS);
+        self.offload.format.moments.layout_options(options)
     }
 
     /// The arrays of the optimizer's state.

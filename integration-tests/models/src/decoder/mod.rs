@@ -87,7 +87,7 @@ impl Decoder {
         let upcast = if options.dtype == DType::F32 {
             0
         } else {
-            widest_pass(&passes, &units)
+            widest_pass(&passes, &units, &options)?
         };
         let own = config.cut(rank.ranks);
         let exchanges = Exchanges::new(&own, &options);
@@ -106,7 +106,7 @@ impl Decoder {
             .filter(|_| options.partition_activations)
             .map(|comm| PartRows::new(pool.device(), comm, erase(ring), erase(&buffers.parts)));
         let engine = Engine {
-            ranges: Arc::new(ParamRanges::new(config, &units)),
+            ranges: Arc::new(ParamRanges::new(config, &units, &options)?),
             ops: Arc::new(Operations {
                 config: own,
                 options: options.clone(),

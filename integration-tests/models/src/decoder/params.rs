@@ -6,11 +6,12 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Element};
 use zero_kernels::{Float, host};
-use zero_shard::{ParamSpec, UnitSpec};
-use zero_trainer::Batch;
+use zero_shard::{BlockFormat, Layout, ParamPlacement, ParamSpec, UnitLayout, UnitSpec};
+use zero_trainer::{Batch, ModelError};
 
 use super::block_params::BlockParams;
 use super::config::DecoderConfig;
+use crate::ModelOptions;
 use crate::ops::dropout::Draws;
 use crate::ops::rows_per_thread;
 
@@ -28,35 +29,75 @@ pub(crate) struct ParamRanges {
 
 impl ParamRanges {
     /// Those of a rank's `units`.
-    pub(crate) fn new(config: &DecoderConfig, units: &[UnitSpec]) -> Self {
+    ///
+    /// # Errors
+    /// Parameters that a pass reads as one are apart.
+    pub(crate) fn new(
+        config: &DecoderConfig,
+        units: &[UnitSpec],
+        options: &ModelOptions,
+    ) -> Result<Self, ModelError> {
+        let layout = Layout::with_options(units, 1, options.layout.clone())?;
+        let units = layout.units();
         let mut embeddings = config.embedding_params().into_iter();
         let [tokens, positions] = [(); 2].map(|()| embeddings.next());
         let [first, block, last] = [units.first(), units.get(1), units.last()];
         let norm = config.norm_params(config.names.norm);
-        Self {
+        let block_params = config.block_params(0);
+        let mut neighbours = Ok(());
+        let block = block_params.map(|params| {
+            if let Err(apart) = check_neighbours(block, &params) {
+                neighbours = Err(apart);
+            }
+            range_of(block, &params)
+        });
+        neighbours?;
+        Ok(Self {
             tokens: range_of(first, tokens.as_slice()),
             positions: range_of(first, positions.as_slice()),
-            block: config
-                .block_params(0)
-                .map(|params| range_of(block, &params)),
+            block,
             norm: norm.map(|params| range_of(last, &params)),
             head: range_of(last, config.head_matrix().as_slice()),
-        }
+        })
     }
 }
 
 /// The elements of neighbouring parameters in their unit.
-fn range_of(unit: Option<&UnitSpec>, params: &[ParamSpec]) -> Range<usize> {
-    let mut end = 0;
+fn range_of(unit: Option<&UnitLayout>, params: &[ParamSpec]) -> Range<usize> {
     let mut found: Option<Range<usize>> = None;
-    for param in unit.into_iter().flat_map(|unit| &unit.params) {
-        let start = end;
-        end += param.shape.iter().product::<u64>() as usize;
-        if params.iter().any(|other| other.name == param.name) {
-            found = Some(found.map_or(start, |found| found.start)..end);
-        }
+    for placed in placed(unit, params) {
+        let Range { start, end } = placed.range();
+        let start = found.map_or(start as usize, |found| found.start);
+        found = Some(start..end as usize);
     }
     found.unwrap_or_default()
+}
+
+/// The places of these parameters in their unit.
+fn placed<'a>(
+    unit: Option<&'a UnitLayout>,
+    params: &'a [ParamSpec],
+) -> impl Iterator<Item = &'a ParamPlacement> {
+    let all = unit.into_iter().flat_map(|unit| &unit.params);
+    all.filter(|placed| params.iter().any(|other| other.name == placed.name))
+}
+
+/// Checks that the layout has no gap between parameters that a pass reads as one.
+fn check_neighbours(unit: Option<&UnitLayout>, params: &[ParamSpec]) -> Result<(), ModelError> {
+    let mut end = None;
+    for placed in placed(unit, params) {
+        let start = placed.range().start;
+        if end.is_some_and(|end| end != start) {
+            return Err(ModelError::from(format!(
+                "{} and the parameter before it are one matrix here, and have to be multiples of {} elements for state in \
+                 blocks: choose other sizes, or --moments fp32",
+                placed.name,
+                BlockFormat::ALIGN_ELEMS
+            )));
+        }
+        end = Some(placed.range().end);
+    }
+    Ok(())
 }
 
 /// Takes ranges of `flat` that do not overlap, in any order: cut units begin with what is cut.

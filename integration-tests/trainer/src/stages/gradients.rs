@@ -149,13 +149,13 @@ impl<D: Device> MicroBatchGradients<'_, D> {
         let rank = self.rank;
         let mut grads = Vec::new();
         for &unit in &rank.passes[pass].grads {
-            let numel = rank.numel(unit);
+            let used = rank.used_elems(unit);
             let (sum, is_new) = match self.all.place(unit)? {
                 InBackward::Scratch(sum) => (sum, true),
                 InBackward::Sum(sum) => (sum, self.micro == 0),
                 InBackward::Written => {
                     let whole = self.begin_write(unit)?;
-                    grads.push(Grad::Write(whole.slice(0..numel)));
+                    grads.push(Grad::Write(whole.slice(0..used)));
                     continue;
                 }
             };
@@ -164,7 +164,7 @@ impl<D: Device> MicroBatchGradients<'_, D> {
             if adds_first && is_new {
                 rank.pool.device().fill_zero(&rank.compute, sum)?;
             }
-            grads.push(Grad::Add(sum.typed::<f32>()?.slice(0..numel)));
+            grads.push(Grad::Add(sum.typed::<f32>()?.slice(0..used)));
         }
         Ok(grads)
     }
@@ -183,9 +183,8 @@ impl<D: Device> MicroBatchGradients<'_, D> {
         };
         self.all.written = Some(written);
 
-        let numel = rank.numel(unit);
-        if numel < whole.len() {
-            let padding = whole.slice(numel..whole.len());
+        for padding in rank.layout.units()[unit].padding() {
+            let padding = whole.slice(padding.start as usize..padding.end as usize);
             rank.pool.device().fill_zero(&rank.compute, padding)?;
         }
         Ok(whole)

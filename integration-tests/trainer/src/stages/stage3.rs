@@ -170,7 +170,7 @@ fn params<D: Device>(rank: &Rank<D>, units: &[usize], gathered: &[Unsharded<D>])
     let slice = |(&unit, gathered): (&usize, &Unsharded<D>)| {
         // SAFETY: passes read it on the compute stream, which waited for it, before it is
         // resharded.
-        unsafe { gathered.slice() }.slice(0..rank.numel(unit))
+        unsafe { gathered.slice() }.slice(0..rank.used_elems(unit))
     };
     units.iter().zip(gathered).map(slice).collect()
 }

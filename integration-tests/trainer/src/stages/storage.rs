@@ -117,7 +117,7 @@ impl<D: Device> Storage<D> {
     pub(crate) fn of(&self, rank: &Rank<D>, units: &[usize]) -> Vec<AnySlice> {
         units
             .iter()
-            .map(|&unit| self.unit(unit).slice(0..rank.numel(unit)))
+            .map(|&unit| self.unit(unit).slice(0..rank.used_elems(unit)))
             .collect()
     }
 

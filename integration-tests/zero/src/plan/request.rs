@@ -374,6 +374,7 @@ impl PlanRequest {
             offload_activations: self.run.offload.activations,
             matmul_timing: false,
             recompute_gelu,
+            layout: self.run.layout_options(),
             ..self.options.clone()
         }
     }
@@ -404,7 +405,7 @@ impl PlanRequest {
         if offload.params != Home::Device && offload.optimizer == Home::Device {
             offload.optimizer = Home::Host;
         }
-        if offload.optimizer == Home::Device {
+        if offload.optimizer == Home::Device && offload.format.moments == Moments::Bf16 {
             offload.format.moments = Moments::Fp32;
         }
 
@@ -466,6 +467,7 @@ fn run_of(
         stage: ZeroStage::Three,
         dtype,
         checkpointing,
+        tensor_parallel: mesh.tensor_ranks.is_some(),
     };
     let offload = offload(args, file, run, notices)?;
     let sub_group = all.unflagged.sub_group_elems.unwrap_or(usize::MAX);

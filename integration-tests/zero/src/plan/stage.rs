@@ -18,8 +18,7 @@ use zero_models::GpuBytes;
 use zero_models::cuda::matmul;
 use zero_models::{TensorBytes, TensorElems};
 use zero_trainer::{
-    OffloadSettings, RankBytes, Settings, decoded_moments, device_steps, gathers, piece_elems,
-    scratch_elems,
+    OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems, scratch_elems,
 };
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of
@@ -143,7 +142,12 @@ pub(crate) fn layout(request: &PlanRequest, sharding: Sharding) -> Result<GridLa
         &request.model.units,
         grid,
         sharding,
-        request.model.options.clone(),
+        request
+            .run
+            .offload
+            .format
+            .moments
+            .layout_options(request.model.options.clone()),
     )
 }
 
@@ -268,7 +272,6 @@ fn evaluate_with(
     let model = memory_model(request, &settings, layout.parts())?;
     let model = with_activations(model, request, recompute_gelu)?;
     let on_cores = on_cores(request, &settings, layout.parts());
-    let workspace_bytes = decoded_moments(&settings, layout.parts()).unwrap_or(u64::MAX);
     let footprint = model.footprint(&state, over_groups.updated_elems(stage))?;
     let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
     let (transfers, wear) = transfers(
@@ -284,7 +287,7 @@ fn evaluate_with(
     };
     let host_bytes = match on_host {
         Some(_) => 0,
-        None => host.total_bytes()?.saturating_add(workspace_bytes),
+        None => host.total_bytes()?,
     };
 
     Ok(Stage {
@@ -312,7 +315,7 @@ fn evaluate_with(
             copies_bytes: host.copies_bytes,
             staging_bytes: host.staging_bytes,
             activations_bytes: host.activations_bytes,
-            workspace_bytes,
+            workspace_bytes: 0,
         },
         nvme_bytes: nvme.total_bytes()?,
         nvme: Nvme {

@@ -460,9 +460,15 @@ pub struct OffloadArgs {
         ("remainder", "The bf16 parameter and a 16-bit remainder"),
     ]))]
     pub masters: Option<Masters>,
-    /// Moments of an offloaded optimizer: fp32, or bf16 with stochastic rounding, which changes the
-    /// numbers slightly [default: fp32]
-    #[arg(long, value_parser = format_parser::<Moments>(&[("fp32", "fp32"), ("bf16", "bf16")]))]
+    /// Moments of the optimizer: fp32; 8bit or 4bit, in blocks with a scale each, which changes the
+    /// numbers slightly, and alike at all stages and numbers of ranks; or, of an offloaded optimizer,
+    /// bf16 with stochastic rounding [default: fp32]
+    #[arg(long, value_parser = format_parser::<Moments>(&[
+        ("fp32", "fp32"),
+        ("bf16", "bf16, of an offloaded optimizer"),
+        ("8bit", "8 bits, in blocks of 256"),
+        ("4bit", "4 bits, in blocks of 128"),
+    ]))]
     pub moments: Option<Moments>,
 }
 

@@ -52,6 +52,7 @@ pub(crate) fn settings(
         stage,
         dtype,
         checkpointing: sources.checkpoints_activations(),
+        tensor_parallel: from.all.mesh.tensor_parallel.is_some_and(|ranks| ranks > 1),
     };
 
     let recorded = sources.recorded.map(|run| &run.offload);

@@ -419,6 +419,7 @@ pub(super) fn model_options(
         offload_activations: settings.offload.activations,
         matmul_timing: !from.args.no_matmul_timing,
         recompute_gelu: false,
+        layout: settings.layout_options(),
     };
     model.config.check(&options).map_err(CliError::usage)?;
     if on_gpus {
