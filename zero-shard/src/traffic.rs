@@ -10,6 +10,7 @@
 //! | 3 | AΨ | 2AΨ | | 3AΨ |
 //!
 //! The table is of gradients that are reduced after every micro-batch, as stages 2 and 3 must.
+//! A quantised reduction is an all-to-all in place of the reduce-scatter, in blocks.
 //! Stages 0 and 1 may sum micro-batches on each rank and reduce once: with A = 1, both send 2Ψ.
 //! Stage 3 gathers each unit at most 2A times: a unit that stays gathered until its next use saves
 //! one gather.
@@ -60,10 +61,13 @@ pub struct StepTraffic {
     pub all_gather_bytes: u64,
     /// By all-reduce: gradients of stage 0, of [`Widths::comm_grad_bytes`].
     pub all_reduce_bytes: u64,
+    /// By all-to-all: gradients of quantised reductions, in [`Widths::reduced`].
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub all_to_all_bytes: u64,
 }
 
 impl StepTraffic {
-    /// The traffic of a model whose shards have `shard_elems` elements on each of `world_size`
+    /// The traffic of a model, with quantised reductions in one hop, whose shards have `shard_elems` elements on each of `world_size`
     /// ranks.
     ///
     /// # Errors
@@ -76,12 +80,8 @@ impl StepTraffic {
         grad_accum_steps: u64,
     ) -> Result<Self, ShardError> {
         let others = world_size.checked_sub(1).ok_or(ShardError::NoRanks)?;
-        let shard_bytes = |format: WireFormat| {
-            let bytes = format.bytes(shard_elems);
-            bytes.ok_or_else(|| ShardError::TooLarge { what: WHAT.into() })
-        };
-        let grad = shard_bytes(WireFormat::plain(widths.comm_grad_bytes))?;
-        let param = shard_bytes(widths.gathered)?;
+        let grad = wire_bytes(WireFormat::plain(widths.comm_grad_bytes), shard_elems)?;
+        let param = wire_bytes(widths.gathered, shard_elems)?;
         let bytes = |times: &[u64]| product(WHAT, &[&[others], times].concat());
         let a = grad_accum_steps;
         let traffic = match stage {
@@ -92,9 +92,20 @@ impl StepTraffic {
             ZeroStage::One | ZeroStage::Two => Self::sharded(bytes(&[a, grad])?, bytes(&[param])?),
             ZeroStage::Three => Self::sharded(bytes(&[a, grad])?, bytes(&[2, a, param])?),
         };
+        let traffic = match widths.reduced {
+            Some([format, _]) if stage.shards_optimizer() => {
+                let grad = wire_bytes(format, shard_elems)?;
+                traffic.with_all_to_all(bytes(&[a, grad])?)
+            }
+            _ => traffic,
+        };
         sum(
             WHAT,
-            &[traffic.reduce_scatter_bytes, traffic.all_gather_bytes],
+            &[
+                traffic.reduce_scatter_bytes,
+                traffic.all_gather_bytes,
+                traffic.all_to_all_bytes,
+            ],
         )?;
         Ok(traffic)
     }
@@ -103,14 +114,32 @@ impl StepTraffic {
         Self {
             reduce_scatter_bytes,
             all_gather_bytes,
-            all_reduce_bytes: 0,
+            ..Self::default()
+        }
+    }
+
+    /// With an all-to-all in place of the reduce-scatter.
+    pub(crate) fn with_all_to_all(self, all_to_all_bytes: u64) -> Self {
+        Self {
+            reduce_scatter_bytes: 0,
+            all_to_all_bytes,
+            ..self
         }
     }
 
     /// The sum over the collectives.
     pub fn total_bytes(&self) -> u64 {
-        self.reduce_scatter_bytes + self.all_gather_bytes + self.all_reduce_bytes
+        self.reduce_scatter_bytes
+            + self.all_gather_bytes
+            + self.all_reduce_bytes
+            + self.all_to_all_bytes
     }
+}
+
+/// Bytes of `elems` elements in a format.
+pub(crate) fn wire_bytes(format: WireFormat, elems: u64) -> Result<u64, ShardError> {
+    let bytes = format.bytes(elems);
+    bytes.ok_or_else(|| ShardError::TooLarge { what: WHAT.into() })
 }
 
 impl Layout {
