@@ -23,7 +23,7 @@ use zero_trainer::{
     Batch, BatchAt, InitialWeights, Model, ModelError, ModelRanks, Pass, TrainError,
 };
 use zero_trainer::{
-    Home, MeshSettings, OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings,
+    Home, MeshSettings, OffloadSettings, RankSummary, RunOptions, Settings,
     StepMetrics, ValidationOptions, Workload, run_on_threads,
 };
 
@@ -325,7 +325,9 @@ impl Case {
             Ok(())
         };
         let summaries = run_on_threads(self.ranks, 1, settings, workload, &options, &mut observe)?;
-        let layout = Layout::new(&workload.units(), self.ranks as u64, SHARD_ALIGN_ELEMS).unwrap();
+        let options = settings.layout_options();
+        let layout =
+            Layout::with_options(&workload.units(), self.ranks as u64, options).unwrap();
         Ok(Outcome {
             steps,
             summaries,
