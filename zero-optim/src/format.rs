@@ -15,7 +15,7 @@ use zero_alloc::device::DType;
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::SwapOptions;
 use zero_kernels::{AverageCodecs, Codec, Slot, UpdateRule};
-use zero_shard::{BlockFormat, LayoutOptions};
+use zero_shard::{BlockFormat, LayoutOptions, WireFormat};
 
 use crate::OptimError;
 
@@ -294,6 +294,15 @@ impl StateArrays {
     pub fn bytes(&self, elems: usize) -> usize {
         let slots = self.slots.iter().map(|slot| slot.codec.bytes(elems));
         self.masters.map_or(0, |masters| masters.bytes(elems)) + slots.sum::<usize>()
+    }
+
+    /// [`Self::bytes`] as the formulas of memory have it.
+    pub fn wire(&self) -> WireFormat {
+        let block_elems = self.block_elems();
+        WireFormat {
+            block_elems: block_elems as u64,
+            block_bytes: self.bytes(block_elems) as u64,
+        }
     }
 
     /// Elements that are stored together: ranges of the state begin at multiples of it.

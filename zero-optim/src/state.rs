@@ -185,11 +185,14 @@ impl<D: Device> ShardedOptimizer<D> {
         if array == Array::Masters && self.param_dtype == DType::F32 {
             return Ok(());
         }
-        // Neighbouring trained elements have neighbouring state.
+        // Neighbouring trained elements with the same arrays have neighbouring state.
         let mut runs: Vec<(Range<usize>, Range<usize>)> = Vec::new();
 
         for (elems, state, _) in self.groups.trained(*unit, elems.clone()) {
-            match runs.last_mut().filter(|(last, _)| last.end == elems.start) {
+            let is_next = |(last, of_last): &&mut (Range<usize>, Range<usize>)| {
+                last.end == elems.start && of_last.end == state.start
+            };
+            match runs.last_mut().filter(is_next) {
                 Some((last, of_last)) => (last.end, of_last.end) = (elems.end, state.end),
                 None => runs.push((elems, state)),
             }

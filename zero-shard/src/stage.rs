@@ -70,7 +70,7 @@ pub struct Widths {
     /// Of a gradient as kept until the optimizer step.
     pub grad_bytes: u64,
     /// Of the optimizer state, master weights included: K in the paper.
-    pub optimizer_bytes: u64,
+    pub optimizer: WireFormat,
 }
 
 impl Widths {
@@ -81,7 +81,7 @@ impl Widths {
         comm_grad_bytes: 4,
         reduced: None,
         grad_bytes: 4,
-        optimizer_bytes: 8,
+        optimizer: WireFormat::plain(8),
     };
 
     /// bf16 or fp16 training with Adam: K = 12 (fp32 master and two moments).
@@ -91,7 +91,7 @@ impl Widths {
         comm_grad_bytes: 2,
         reduced: None,
         grad_bytes: 2,
-        optimizer_bytes: 12,
+        optimizer: WireFormat::plain(12),
     };
 
     /// bf16 or fp16 training with Adam and several micro-batches per step, with gradients
@@ -102,7 +102,7 @@ impl Widths {
         comm_grad_bytes: 2,
         reduced: None,
         grad_bytes: 4,
-        optimizer_bytes: 12,
+        optimizer: WireFormat::plain(12),
     };
 
     /// Parameters of `param_bytes`, state of `optimizer_bytes` and `grad_accum_steps` micro-batches
@@ -117,7 +117,7 @@ impl Widths {
                 (2, 0 | 1) => 2,
                 _ => 4,
             },
-            optimizer_bytes,
+            optimizer: WireFormat::plain(optimizer_bytes),
         }
     }
 }

@@ -20,7 +20,6 @@
 use std::ops::Range;
 
 use crate::checked::{product, sum};
-use crate::traffic::wire_bytes;
 use crate::{
     Layout, LayoutOptions, ShardError, StateBytes, StepTraffic, UnitSpec, Widths, WireFormat,
     ZeroStage,
@@ -321,7 +320,7 @@ impl GridLayout {
         let others_of_shard = self.grid.groups() - 1;
         // A shard without the part that a rank has of it.
         let others = |format: WireFormat| {
-            let part = wire_bytes(format, self.parts.shard_elems())?;
+            let part = format.checked_bytes(WHAT, self.parts.shard_elems())?;
             product(WHAT, &[part, others_of_shard])
         };
         let gathered = || others(widths.gathered);
@@ -331,10 +330,10 @@ impl GridLayout {
         // A quantised reduction over all ranks: within the groups, then between them.
         let hops = match widths.reduced {
             Some(formats) if stage.shards_optimizer() && self.grid.groups() > 1 => {
-                let shard = wire_bytes(formats[0], self.group.shard_elems())?;
+                let shard = formats[0].checked_bytes(WHAT, self.group.shard_elems())?;
                 let others = self.grid.group_size - 1;
                 let within = product(WHAT, &[grad_accum_steps, others, shard])?;
-                let part = wire_bytes(formats[1], self.parts.shard_elems())?;
+                let part = formats[1].checked_bytes(WHAT, self.parts.shard_elems())?;
                 let between = product(WHAT, &[grad_accum_steps, others_of_shard, part])?;
                 Some([within, between].map(exchanged))
             }

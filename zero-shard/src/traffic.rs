@@ -20,8 +20,8 @@ use crate::{Layout, ShardError, Widths, ZeroStage};
 
 const WHAT: &str = "bytes sent in a step";
 
-/// The format in which collectives transmit a shard: in blocks of `block_elems` elements, the last
-/// one perhaps shorter, of `block_bytes` bytes each.
+/// The format in which collectives transmit a shard, or a rank keeps state: in blocks of
+/// `block_elems` elements, the last one perhaps shorter, of `block_bytes` bytes each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct WireFormat {
@@ -38,6 +38,12 @@ impl WireFormat {
             block_elems: 1,
             block_bytes: bytes,
         }
+    }
+
+    /// [`Self::bytes`], or the error that names `what`.
+    pub(crate) fn checked_bytes(self, what: &'static str, elems: u64) -> Result<u64, ShardError> {
+        let bytes = self.bytes(elems);
+        bytes.ok_or_else(|| ShardError::TooLarge { what: what.into() })
     }
 
     /// Bytes of a shard of `elems` elements; `None` if blocks have no elements, or if the bytes do
@@ -80,8 +86,9 @@ impl StepTraffic {
         grad_accum_steps: u64,
     ) -> Result<Self, ShardError> {
         let others = world_size.checked_sub(1).ok_or(ShardError::NoRanks)?;
-        let grad = wire_bytes(WireFormat::plain(widths.comm_grad_bytes), shard_elems)?;
-        let param = wire_bytes(widths.gathered, shard_elems)?;
+        let shard_bytes = |format: WireFormat| format.checked_bytes(WHAT, shard_elems);
+        let grad = shard_bytes(WireFormat::plain(widths.comm_grad_bytes))?;
+        let param = shard_bytes(widths.gathered)?;
         let bytes = |times: &[u64]| product(WHAT, &[&[others], times].concat());
         let a = grad_accum_steps;
         let traffic = match stage {
@@ -94,7 +101,7 @@ impl StepTraffic {
         };
         let traffic = match widths.reduced {
             Some([format, _]) if stage.shards_optimizer() => {
-                let grad = wire_bytes(format, shard_elems)?;
+                let grad = shard_bytes(format)?;
                 traffic.with_all_to_all(bytes(&[a, grad])?)
             }
             _ => traffic,
@@ -134,12 +141,6 @@ impl StepTraffic {
             + self.all_reduce_bytes
             + self.all_to_all_bytes
     }
-}
-
-/// Bytes of `elems` elements in a format.
-pub(crate) fn wire_bytes(format: WireFormat, elems: u64) -> Result<u64, ShardError> {
-    let bytes = format.bytes(elems);
-    bytes.ok_or_else(|| ShardError::TooLarge { what: WHAT.into() })
 }
 
 impl Layout {

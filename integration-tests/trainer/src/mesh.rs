@@ -230,7 +230,9 @@ impl<D: Device> Mesh<D> {
         };
         let first = match (&self.two_level, &self.replicas) {
             (Some(two_level), _) => two_level.levels()[0],
-            (None, Some(replicas)) if replicas.sharding == Sharding::Secondary => self.gather.comm(),
+            (None, Some(replicas)) if replicas.sharding == Sharding::Secondary => {
+                self.gather.comm()
+            }
             _ => self.reduce.comm(),
         };
         let hops = std::iter::once((first, grads.within))
@@ -289,7 +291,10 @@ impl<D: Device> Mesh<D> {
         // Of collectives that are rings, and of all-to-alls.
         let of_data = |sent: Traffic| {
             let exchanged = sent.all_to_all_bytes;
-            [sent.total_bytes() - sent.control_bytes - exchanged, exchanged]
+            [
+                sent.total_bytes() - sent.control_bytes - exchanged,
+                exchanged,
+            ]
         };
         let plus = |[a, b]: [u64; 2], [c, d]: [u64; 2]| [a + c, b + d];
         let data = |comm: &Arc<dyn Communicator<D>>| of_data(comm.traffic());

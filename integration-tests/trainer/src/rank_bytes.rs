@@ -212,7 +212,7 @@ fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
     let widths = settings.widths();
     let offload = &settings.offload;
     let on_nvme = |tier: Tier, count: u64| if tier == Tier::Nvme { count } else { 0 };
-    let pieces = piece_elems(settings, layout).checked_mul(widths.optimizer_bytes)?;
+    let pieces = widths.optimizer.bytes(piece_elems(settings, layout))?;
     let pieces = pieces.checked_mul(on_nvme(offload.optimizer.tier(), offload.buffers as u64))?;
     let layouts = settings.mesh.layouts(layout).ok()?;
     let largest = |layout: &Layout| {

@@ -92,7 +92,10 @@ impl Settings {
     /// # Errors
     /// As [`GroupSettings::resolve`].
     pub fn resolve_groups(&self, layout: &Layout) -> Result<ModelGroups, TrainError> {
-        self.groups.resolve(layout, self.kind_of)
+        let mut groups = self.groups.resolve(layout, self.kind_of)?;
+        let small = self.small_optimizer_state().wire();
+        groups.small = (small != self.optimizer_state().wire()).then_some(small);
+        Ok(groups)
     }
 
     /// The timeout of the host's waits for a stream: longer than a collective's, whose error names
@@ -163,12 +166,12 @@ impl Settings {
 
     /// Bytes per element, for the memory formulas.
     pub fn widths(&self) -> Widths {
-        let state = self.optimizer_state().bytes(1);
         let param = self.dtype.size_bytes();
-        let widths = Widths::new(param as u64, state as u64, self.grad_accum_steps as u64);
+        let widths = Widths::new(param as u64, 0, self.grad_accum_steps as u64);
         Widths {
             gathered: self.gather_codec.map_or(widths.gathered, wire_of),
             reduced: self.quantised_grads.map(|grads| grads.wire()),
+            optimizer: self.optimizer_state().wire(),
             ..widths
         }
     }
@@ -257,15 +260,25 @@ impl Settings {
                         .saturating_mul(2)
                         .saturating_add(passed_on.saturating_mul(4)),
                 };
-                of_first.max(of_second).saturating_add(passed_on.saturating_mul(4))
+                of_first
+                    .max(of_second)
+                    .saturating_add(passed_on.saturating_mul(4))
             }
             _ => 0,
         };
         gathered.max(reduced)
     }
 
-    /// The arrays of the optimizer's state.
+    /// The arrays of the optimizer's state, of parameters that are not small.
     pub fn optimizer_state(&self) -> StateArrays {
         self.optimizer.arrays(self.dtype, self.offload.format)
+    }
+
+    /// The arrays of the optimizer's state, of small parameters
+    /// ([`Moments::PLAIN_BELOW_ELEMS`](zero_optim::Moments::PLAIN_BELOW_ELEMS)).
+    pub fn small_optimizer_state(&self) -> StateArrays {
+        let format = self.offload.format;
+        let small = format.moments(format.moments.of_param(0));
+        self.optimizer.arrays(self.dtype, small)
     }
 }

@@ -162,10 +162,7 @@ fn parameters_have_the_same_bits_with_hpz() {
         assert_eq!(outcome.state(), expected.state());
         check_errors(Formats::PARAMS, &outcome.steps);
         let offloaded = grouped.with(|case| case.offload = home_at(3, &Home::Host));
-        assert_eq!(
-            run(&offloaded, Formats::PARAMS).state(),
-            expected.state()
-        );
+        assert_eq!(run(&offloaded, Formats::PARAMS).state(), expected.state());
     }
 }
 
@@ -267,7 +264,11 @@ fn errors_are_resharded() {
     let before = sum(&four);
     assert!(before.iter().any(|error| *error != 0.0));
 
-    for (ranks, mesh) in [(4, MeshSettings::default()), (3, MeshSettings::default()), (2, levels_of(1))] {
+    for (ranks, mesh) in [
+        (4, MeshSettings::default()),
+        (3, MeshSettings::default()),
+        (2, levels_of(1)),
+    ] {
         // No step: the resumed state is saved for these ranks.
         let after = sum(&resumed(&of(ranks, mesh), formats, &four));
         assert_eq!(before.len(), after.len());
@@ -278,7 +279,13 @@ fn errors_are_resharded() {
     }
     // One rank has no errors.
     let alone = resumed(&of(1, MeshSettings::default()), formats, &four);
-    assert!(reader(&alone).manifest().trainer.get("grad_errors").is_none());
+    assert!(
+        reader(&alone)
+            .manifest()
+            .trainer
+            .get("grad_errors")
+            .is_none()
+    );
 }
 
 /// Stage 3 on two machines of four ranks: ZeRO++ sends at most a quarter of the bytes between them.
@@ -354,7 +361,10 @@ fn what_has_no_form_is_refused() {
         settings.graphs = true;
         settings.gather_codec = None;
     });
-    assert!(text.contains("quantised gradients cannot be recorded"), "{text}");
+    assert!(
+        text.contains("quantised gradients cannot be recorded"),
+        "{text}"
+    );
     let hybrid = Case {
         ranks: 4,
         mesh: groups_of(2, Sharding::Hybrid),

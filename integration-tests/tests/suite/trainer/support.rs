@@ -23,8 +23,8 @@ use zero_trainer::{
     Batch, BatchAt, InitialWeights, Model, ModelError, ModelRanks, Pass, TrainError,
 };
 use zero_trainer::{
-    Home, MeshSettings, OffloadSettings, RankSummary, RunOptions, Settings,
-    StepMetrics, ValidationOptions, Workload, run_on_threads,
+    Home, MeshSettings, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics,
+    ValidationOptions, Workload, run_on_threads,
 };
 
 pub(crate) use integration_tests::relative_error;
@@ -326,8 +326,7 @@ impl Case {
         };
         let summaries = run_on_threads(self.ranks, 1, settings, workload, &options, &mut observe)?;
         let options = settings.layout_options();
-        let layout =
-            Layout::with_options(&workload.units(), self.ranks as u64, options).unwrap();
+        let layout = Layout::with_options(&workload.units(), self.ranks as u64, options).unwrap();
         Ok(Outcome {
             steps,
             summaries,
