@@ -7,8 +7,8 @@ use zero_comm::PrefetchOptions;
 use zero_kernels::Codec;
 use zero_optim::{Moments, OptimizerConfig, StateArrays};
 use zero_shard::{
-    AxisTraffic, BlockFormat, GridLayout, Layout, LayoutOptions, ShardError, Sharding, Widths,
-    WireFormat, ZeroStage,
+    AxisTraffic, GridLayout, Layout, LayoutOptions, ShardError, Sharding, Widths, WireFormat,
+    ZeroStage,
 };
 
 use crate::error::TrainError;
@@ -182,10 +182,6 @@ impl Settings {
         let options = self.offload.format.moments.layout_options(options);
         match self.encodes_blocks() {
             false => options,
-            // Blocks of a part of a parameter; saved layouts join the parts without gaps.
-            true if self.mesh.tensor_ranks.is_some_and(|ranks| ranks > 1) => {
-                options.shard_align_elems(BlockFormat::ALIGN_ELEMS)
-            }
             true => options.in_blocks(Moments::PLAIN_BELOW_ELEMS),
         }
     }
@@ -206,6 +202,13 @@ impl Settings {
             }
             () if is_whole => {
                 "quantised parameters at stage 0, which gathers none: use stage 1, 2 or 3"
+            }
+            // A block across the end of what is cut would round what all ranks have differently on each.
+            () if self.encodes_blocks()
+                && self.mesh.tensor_ranks.is_some_and(|ranks| ranks > 1) =>
+            {
+                "values in blocks with tensor parallelism: blocks are ranges of whole parameters, and tensor parallelism \
+                 cuts them; use one of the two"
             }
             () if self.graphs && self.gather_codec.is_some() => {
                 "gathers with a codec cannot be recorded into CUDA graphs, because encoded units are in memory that is \

@@ -73,8 +73,7 @@ impl RunUnits {
             ));
         }
 
-        let align = settings.layout_options().shard_align_elems;
-        let joined = joined_units(&units, tensor_ranks, data_ranks, align)?;
+        let joined = joined_units(&units, tensor_ranks, data_ranks, SHARD_ALIGN_ELEMS)?;
         let (name, document) = TensorParallel::new(&whole, tensor_ranks, cut_of)?.document()?;
         let params = whole.iter().flat_map(|unit| &unit.params);
         let params = params.map(|param| (param.name.clone(), (param.clone(), cut_of(param))));
@@ -86,7 +85,7 @@ impl RunUnits {
             document: (name, document),
         };
         Ok(Self {
-            saved: Arc::new(Layout::new(&joined, ranks as u64, align)?),
+            saved: Arc::new(Layout::new(&joined, ranks as u64, SHARD_ALIGN_ELEMS)?),
             tensor: Some(Arc::new(tensor)),
             ..Self::of(settings, &units, data_ranks)?
         })

@@ -3,7 +3,7 @@
 
 use zero_alloc::device::DType;
 use zero_kernels::Codec;
-use zero_shard::{BlockFormat, Sharding};
+use zero_shard::{BlockFormat, Routing, Sharding};
 use zero_trainer::{ErrorFeedback, Home, MeshSettings, QuantisedGrads, Settings, StepMetrics};
 
 use super::support::{Case, Outcome, groups_of, home_at, levels_of, parts};
@@ -91,7 +91,15 @@ fn check_bytes(case: &Case, outcome: &Outcome) {
     if case.stage < 3 {
         assert_eq!(sent.all_gather, expected.all_gather_bytes, "{case:?}");
         if let Some(node_ranks) = case.node_ranks {
-            let between = axes.node_egress_bytes(&layouts.grid(), node_ranks as u64);
+            let between = match settings.mesh.two_level {
+                None => axes.node_egress_bytes(&layouts.grid(), node_ranks as u64),
+                Some(_) => {
+                    let (stage, widths) = (settings.stage, settings.widths());
+                    let times = settings.reductions();
+                    let sent = layouts.step_traffic(stage, &widths, times, Routing::TwoLevel);
+                    sent.map(|sent| sent.group_egress_bytes)
+                }
+            };
             assert_eq!(sent.between, between.unwrap(), "{case:?}");
         }
     }
@@ -147,22 +155,25 @@ fn parameters_have_the_bits_of_all_stages() {
 }
 
 /// hpZ encodes what replicas send and what a group gathers; the second encoding changes nothing.
+/// Quantised gradients are summed in the order of two levels.
 #[test]
-fn parameters_have_the_same_bits_with_hpz() {
+fn hpz_has_the_bits_of_two_levels() {
     for dtype in [DType::F32, DType::Bf16, DType::F16] {
-        let whole = Case {
+        let levels = Case {
             ranks: 4,
             dtype,
+            mesh: levels_of(2),
             ..Case::default()
         };
-        let grouped = whole.with(|case| case.mesh = groups_of(2, Sharding::Secondary));
-        let expected = run(&whole, Formats::PARAMS);
-        let outcome = run(&grouped, Formats::PARAMS);
-        assert_eq!(outcome.curve(), expected.curve());
-        assert_eq!(outcome.state(), expected.state());
-        check_errors(Formats::PARAMS, &outcome.steps);
-        let offloaded = grouped.with(|case| case.offload = home_at(3, &Home::Host));
-        assert_eq!(run(&offloaded, Formats::PARAMS).state(), expected.state());
+        let hpz = levels.with(|case| case.mesh = groups_of(2, Sharding::Secondary));
+        let formats = Formats::both().with_feedback(0.0, None);
+        let expected = run(&levels, formats);
+        let outcome = run(&hpz, formats);
+        assert_eq!(outcome.curve(), expected.curve(), "{dtype}");
+        assert_eq!(outcome.state(), expected.state(), "{dtype}");
+        check_errors(formats, &outcome.steps);
+        let offloaded = hpz.with(|case| case.offload = home_at(3, &Home::Host));
+        assert_eq!(run(&offloaded, formats).state(), expected.state());
     }
 }
 
@@ -325,22 +336,6 @@ fn bytes_between_machines() {
 }
 
 #[test]
-fn tensor_parallel_ranks_quantise() {
-    let case = Case {
-        ranks: 4,
-        mesh: parts(2),
-        ..Case::default()
-    };
-    let run = |stage| {
-        let case = case.with(|case| case.stage = stage);
-        let outcome = case.run_with(&Formats::both().settings(&case), &case.tiny());
-        check_errors(Formats::both(), &outcome.steps);
-        (outcome.curve(), outcome.state())
-    };
-    assert_eq!(run(1), run(3));
-}
-
-#[test]
 fn what_has_no_form_is_refused() {
     let refused = |case: &Case, change: &dyn Fn(&mut Settings)| {
         let mut settings = Formats::both().settings(case);
@@ -365,6 +360,15 @@ fn what_has_no_form_is_refused() {
         text.contains("quantised gradients cannot be recorded"),
         "{text}"
     );
+    let cut = Case {
+        ranks: 4,
+        mesh: parts(2),
+        ..Case::default()
+    };
+    let settings = Formats::both().settings(&cut);
+    let error = cut.try_run_with(&settings, &cut.tiny()).err().unwrap();
+    let text = error.to_string();
+    assert!(text.contains("with tensor parallelism"), "{text}");
     let hybrid = Case {
         ranks: 4,
         mesh: groups_of(2, Sharding::Hybrid),
