@@ -178,7 +178,11 @@ impl Settings {
 
     /// The options of the layout of units.
     pub fn layout_options(&self) -> LayoutOptions {
-        let options = LayoutOptions::default().shard_align_elems(SHARD_ALIGN_ELEMS);
+        self.aligned(LayoutOptions::default().shard_align_elems(SHARD_ALIGN_ELEMS))
+    }
+
+    /// `options` with the alignment that state and communication in blocks need.
+    pub fn aligned(&self, options: LayoutOptions) -> LayoutOptions {
         let options = self.offload.format.moments.layout_options(options);
         match self.encodes_blocks() {
             false => options,
@@ -192,7 +196,10 @@ impl Settings {
     }
 
     /// Checks the formats of communication.
-    pub(crate) fn check_formats(&self) -> Result<(), TrainError> {
+    ///
+    /// # Errors
+    /// A format that the stage, the groups, tensor parallelism or graphs do not allow.
+    pub fn check_formats(&self) -> Result<(), TrainError> {
         let is_whole = !self.stage.shards_optimizer();
         let grads = self.quantised_grads;
         let refusal = match () {

@@ -18,7 +18,8 @@ use zero_models::GpuBytes;
 use zero_models::cuda::matmul;
 use zero_models::{TensorBytes, TensorElems};
 use zero_trainer::{
-    OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems, scratch_elems,
+    OffloadSettings, RankBytes, Settings, device_steps, encoded_bytes, gathers, piece_elems,
+    scratch_elems,
 };
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of
@@ -142,12 +143,7 @@ pub(crate) fn layout(request: &PlanRequest, sharding: Sharding) -> Result<GridLa
         &request.model.units,
         grid,
         sharding,
-        request
-            .run
-            .offload
-            .format
-            .moments
-            .layout_options(request.model.options.clone()),
+        request.run.aligned(request.model.options.clone()),
     )
 }
 
@@ -415,12 +411,8 @@ fn sent(
         return Ok((sent.rank, sent.group_egress_bytes));
     }
     let axes = settings.axis_traffic(over_groups)?;
-    let [all, group, replicas] =
-        [axes.all, axes.group, axes.replicas].map(|sent| sent.total_bytes());
     let node = layout.grid().group_size();
-    let egress = over_groups
-        .grid()
-        .node_egress_bytes(node, all, group, replicas)?;
+    let egress = axes.node_egress_bytes(&over_groups.grid(), node)?;
     Ok((axes.rank()?, egress))
 }
 
@@ -443,7 +435,9 @@ fn memory_model(
     let peak_live_elems = gathers(settings, layout, &request.model.passes)
         .map_or(0, |planned| planned.peak_live_elems);
     let scratch = scratch_bytes(request, settings, layout)?
-        .saturating_add(device_steps(request.machine.gpus as usize).bytes(1) as u64);
+        .saturating_add(device_steps(request.machine.gpus as usize).bytes(1) as u64)
+        .saturating_add(settings.feedback_bytes(&over_groups))
+        .saturating_add(encoded_bytes(settings, &over_groups));
     Ok(MemoryModel::state_only(settings.stage, widths)
         .placement(placement)
         .gathered_elems(peak_live_elems)
