@@ -111,7 +111,7 @@ pub(crate) struct Sent {
     pub(crate) reduce_scatter_bytes: u64,
     pub(crate) all_gather_bytes: u64,
     pub(crate) all_reduce_bytes: u64,
-    /// Activations, between ranks that share sequences.
+    /// Activations, between ranks that share sequences, and quantised gradients.
     pub(crate) all_to_all_bytes: u64,
     pub(crate) total_bytes: u64,
     /// Bytes that leave each node; 0 with one node.
@@ -356,7 +356,7 @@ fn all_sent(
             .saturating_add(of_parts.reduce_scatter),
         all_gather_bytes: sent.all_gather_bytes.saturating_add(of_parts.all_gather),
         all_reduce_bytes: sent.all_reduce_bytes.saturating_add(of_parts.all_reduce),
-        all_to_all_bytes,
+        all_to_all_bytes: all_to_all_bytes.saturating_add(sent.all_to_all_bytes),
         total_bytes: sent
             .total_bytes()
             .saturating_add(all_to_all_bytes)
