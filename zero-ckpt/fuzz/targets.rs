@@ -65,7 +65,7 @@ pub fn sample_manifest() -> Manifest {
         "layout": {"world_size": 1, "align_elems": 1},
         "states": [
             {"name": "master", "dtype": "F32"},
-            {"name": "second_moment", "dtype": {"blocks": {"format": "nf4", "plain_below": 10}}},
+            {"name": "second_moment", "dtype": {"blocks": {"format": "nf4", "plain_below": 10, "multiple_of": 1}}},
             {"name": "first_moment", "dtype": "BF16"},
         ],
         "files": [{"name": "shard.safetensors", "bytes": 0, "front_crc64": "0000000000000000",

@@ -61,8 +61,12 @@ pub struct Widths {
     pub param_bytes: u64,
     /// Of the parameters that all-gathers transmit: as a rule, of `param_bytes` each.
     pub gathered: WireFormat,
-    /// Of a gradient in the dtype that reductions transmit.
+    /// Of a gradient in the dtype that reductions transmit, unless they are quantised.
     pub comm_grad_bytes: u64,
+    /// Of the gradients that quantised reductions transmit, by all-to-all: within a group, or over
+    /// all ranks, and between groups.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub reduced: Option<[WireFormat; 2]>,
     /// Of a gradient as kept until the optimizer step.
     pub grad_bytes: u64,
     /// Of the optimizer state, master weights included: K in the paper.
@@ -75,6 +79,7 @@ impl Widths {
         param_bytes: 4,
         gathered: WireFormat::plain(4),
         comm_grad_bytes: 4,
+        reduced: None,
         grad_bytes: 4,
         optimizer: WireFormat::plain(8),
     };
@@ -84,6 +89,7 @@ impl Widths {
         param_bytes: 2,
         gathered: WireFormat::plain(2),
         comm_grad_bytes: 2,
+        reduced: None,
         grad_bytes: 2,
         optimizer: WireFormat::plain(12),
     };
@@ -94,6 +100,7 @@ impl Widths {
         param_bytes: 2,
         gathered: WireFormat::plain(2),
         comm_grad_bytes: 2,
+        reduced: None,
         grad_bytes: 4,
         optimizer: WireFormat::plain(12),
     };
@@ -105,6 +112,7 @@ impl Widths {
             param_bytes,
             gathered: WireFormat::plain(param_bytes),
             comm_grad_bytes: param_bytes,
+            reduced: None,
             grad_bytes: match (param_bytes, grad_accum_steps) {
                 (2, 0 | 1) => 2,
                 _ => 4,

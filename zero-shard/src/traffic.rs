@@ -10,6 +10,7 @@
 //! | 3 | AΨ | 2AΨ | | 3AΨ |
 //!
 //! The table is of gradients that are reduced after every micro-batch, as stages 2 and 3 must.
+//! A quantised reduction is an all-to-all in place of the reduce-scatter, in blocks.
 //! Stages 0 and 1 may sum micro-batches on each rank and reduce once: with A = 1, both send 2Ψ.
 //! Stage 3 gathers each unit at most 2A times: a unit that stays gathered until its next use saves
 //! one gather.
@@ -66,10 +67,13 @@ pub struct StepTraffic {
     pub all_gather_bytes: u64,
     /// By all-reduce: gradients of stage 0, of [`Widths::comm_grad_bytes`].
     pub all_reduce_bytes: u64,
+    /// By all-to-all: gradients of quantised reductions, in [`Widths::reduced`].
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub all_to_all_bytes: u64,
 }
 
 impl StepTraffic {
-    /// The traffic of a model whose shards have `shard_elems` elements on each of `world_size`
+    /// The traffic of a model, with quantised reductions in one hop, whose shards have `shard_elems` elements on each of `world_size`
     /// ranks.
     ///
     /// # Errors
@@ -95,9 +99,20 @@ impl StepTraffic {
             ZeroStage::One | ZeroStage::Two => Self::sharded(bytes(&[a, grad])?, bytes(&[param])?),
             ZeroStage::Three => Self::sharded(bytes(&[a, grad])?, bytes(&[2, a, param])?),
         };
+        let traffic = match widths.reduced {
+            Some([format, _]) if stage.shards_optimizer() => {
+                let grad = shard_bytes(format)?;
+                traffic.with_all_to_all(bytes(&[a, grad])?)
+            }
+            _ => traffic,
+        };
         sum(
             WHAT,
-            &[traffic.reduce_scatter_bytes, traffic.all_gather_bytes],
+            &[
+                traffic.reduce_scatter_bytes,
+                traffic.all_gather_bytes,
+                traffic.all_to_all_bytes,
+            ],
         )?;
         Ok(traffic)
     }
@@ -106,13 +121,25 @@ impl StepTraffic {
         Self {
             reduce_scatter_bytes,
             all_gather_bytes,
-            all_reduce_bytes: 0,
+            ..Self::default()
+        }
+    }
+
+    /// With an all-to-all in place of the reduce-scatter.
+    pub(crate) fn with_all_to_all(self, all_to_all_bytes: u64) -> Self {
+        Self {
+            reduce_scatter_bytes: 0,
+            all_to_all_bytes,
+            ..self
         }
     }
 
     /// The sum over the collectives.
     pub fn total_bytes(&self) -> u64 {
-        self.reduce_scatter_bytes + self.all_gather_bytes + self.all_reduce_bytes
+        self.reduce_scatter_bytes
+            + self.all_gather_bytes
+            + self.all_reduce_bytes
+            + self.all_to_all_bytes
     }
 }
 

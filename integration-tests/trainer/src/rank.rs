@@ -19,6 +19,7 @@ use crate::model::Pass;
 use crate::param_groups::ModelGroups;
 use crate::settings::Settings;
 use crate::stages::frozen::FrozenUnits;
+use crate::step::quant_sums::QuantSums;
 use crate::step::replay::Record;
 use crate::units::{CutUnits, RunUnits};
 
@@ -108,6 +109,8 @@ pub(crate) struct Rank<D: Device> {
     pub(crate) frozen: Option<Arc<FrozenUnits<D>>>,
     /// Settings that are equal on all ranks.
     pub(crate) settings: Settings,
+    /// Statistics of what is encoded in blocks.
+    pub(crate) quant_sums: Option<QuantSums<D>>,
 }
 
 impl<D: Device> Rank<D> {
@@ -152,13 +155,7 @@ impl<D: Device> Rank<D> {
                     .to_owned(),
             ));
         }
-        if settings.graphs && settings.gather_codec.is_some() {
-            return Err(TrainError::Usage(
-                "gathers with a codec cannot be recorded into CUDA graphs, because encoded units are in memory that is \
-                 allocated and freed during the step: set Settings::graphs to false"
-                    .to_owned(),
-            ));
-        }
+        settings.check_formats()?;
         if settings.graphs && settings.mesh.ranks_of_batch() > 1 {
             return Err(TrainError::Usage(
                 "steps whose ranks share micro-batches cannot be recorded into CUDA graphs: set Settings::graphs to false"
@@ -171,15 +168,19 @@ impl<D: Device> Rank<D> {
         let of_replicas = one_stream.then(|| comm_stream.clone());
         let mut mesh = Mesh::new(&device, Arc::clone(&comm), &layouts, settings, of_replicas)?;
         let pool = Pool::new(device, usize::MAX);
-        if let Some(codec) = &settings.gather_codec {
-            let kernels = Arc::clone(&kernels);
-            mesh.gather = mesh
-                .gather
-                .with_codec(Arc::clone(codec), kernels, pool.clone());
-        }
+        let quant_sums = match settings.encodes_blocks() {
+            true => {
+                let of_replicas = mesh.replicas.iter().map(|replicas| replicas.stream.clone());
+                let streams = std::iter::once(comm_stream.clone()).chain(of_replicas);
+                let streams = streams.collect();
+                let sums = QuantSums::new(&pool, &host.pinned, streams, comm.world_size())?;
+                Some(sums)
+            }
+            false => None,
+        };
+        mesh.encode(settings, &kernels, &pool, quant_sums.as_ref())?;
         let layout = Arc::new(layouts.params(0).0.clone());
         let groups = settings.resolve_groups(&layout)?;
-        settings.check_frozen()?;
         let is_sharded = settings.stage.shards_params();
         let shards = layouts.params(mesh.data.rank() as u64);
         let held = |unit: usize| match is_sharded {
@@ -215,6 +216,7 @@ impl<D: Device> Rank<D> {
             passes,
             groups,
             settings: settings.clone(),
+            quant_sums,
         })
     }
 

@@ -21,6 +21,7 @@ use crate::samples;
 use crate::saving::replicas;
 use crate::saving::saver::Saver;
 use crate::saving::state::{self, TrainerState};
+use crate::stages::grad_errors::SavedErrors;
 use crate::stages::optimizer::STEPS_AHEAD;
 use crate::stages::stage::{MicroBatches, Stage};
 use crate::stages::stage3::Stage3;
@@ -30,7 +31,7 @@ use crate::step::flags::{self, Enqueued, Flags};
 use crate::step::inputs::StepInputs;
 use crate::step::recorder::{GraphPart, Recorder};
 use crate::telemetry::metrics::Best;
-use crate::telemetry::metrics::StepMetrics;
+use crate::telemetry::metrics::{QuantFigures, StepMetrics};
 use crate::telemetry::observer::{Moved, Observed, Observer, tokens_per_step};
 use crate::telemetry::phase::Phase;
 use crate::telemetry::phased::{Phased, run_in};
@@ -118,13 +119,14 @@ struct StepContext<'a, D: Device> {
 
 impl<D: Device> StepContext<'_, D> {
     /// Enqueues the step after `done` steps, and loads the first batch of the next one. `ready` is
-    /// called behind backward: whether the rank is ready to advance the save in progress.
+    /// called behind backward: whether the rank is ready to advance the save in progress. Returns
+    /// the flags of the step, and the event behind the statistics of quantised values.
     fn enqueue_step(
         &mut self,
         batches: &mut BatchLoader<'_, D>,
         done: u64,
         ready: impl FnOnce() -> bool,
-    ) -> Result<Enqueued<D::Event>, TrainError> {
+    ) -> Result<(Enqueued<D::Event>, Option<D::Event>), TrainError> {
         let Self {
             rank,
             options,
@@ -162,6 +164,8 @@ impl<D: Device> StepContext<'_, D> {
         let optimizer = stage.optimizer();
         recorder.run(GraphPart::Decision, || optimizer.decide(rank, inputs))?;
         optimizer.expect_outcome(rank)?;
+        let quantised = rank.quant_sums.as_ref().map(|sums| sums.exchange(rank));
+        let quantised = quantised.transpose()?;
 
         rank.timeline.set_phase(Phase::Optimizer.name());
         recorder.run(GraphPart::Update, || stage.update(rank))?;
@@ -169,7 +173,7 @@ impl<D: Device> StepContext<'_, D> {
             // An error recurs when the batch is needed.
             let _ignored = run_in(rank, Phase::Data, || batches.load(model, done + 1, 0));
         }
-        Ok(enqueued)
+        Ok((enqueued, quantised))
     }
 }
 
@@ -229,7 +233,7 @@ pub(crate) fn enqueue_steps<D: Device>(
     parts.stage.optimizer().prepare_steps(rank)?;
     for done in 0..options.steps {
         mark();
-        let enqueued = parts.enqueue_step(&mut batches, done, || false)?;
+        let (enqueued, _) = parts.enqueue_step(&mut batches, done, || false)?;
         flags.watch(&options.cancel, &enqueued)?;
         parts.stage.optimizer().skip_outcome(rank)?;
     }
@@ -256,6 +260,8 @@ struct Decided {
     outcome: StepOutcome,
     /// Host memory of a checkpoint while the step ran.
     staging_bytes: u64,
+    /// The error of quantised values and its bound.
+    quantised: Option<[QuantFigures; 2]>,
 }
 
 impl<'a, D: Device> Run<'a, D> {
@@ -332,12 +338,15 @@ impl<'a, D: Device> Run<'a, D> {
         let Decided {
             outcome,
             staging_bytes,
+            quantised,
         } = self.step(done)?;
 
         let moved = self.moved();
         let Observed { mut metrics, spans } =
             self.observer.end(began, &outcome, moved, staging_bytes);
         self.summary.last_spans = spans;
+        metrics.quant_error = quantised.map(|[error, _]| error);
+        metrics.quant_bound = quantised.map(|[_, bound]| bound);
 
         self.summary.cancelled = flags::stop(outcome.flags()) && metrics.step < options.steps;
         // An interrupted run saves at once.
@@ -376,7 +385,7 @@ impl<'a, D: Device> Run<'a, D> {
             staging_bytes = saver.as_ref().map_or(0, Saver::staging_bytes);
             saver.as_mut().is_some_and(Saver::ready)
         };
-        let enqueued = self.parts.enqueue_step(&mut self.batches, done, ready)?;
+        let (enqueued, quantised) = self.parts.enqueue_step(&mut self.batches, done, ready)?;
 
         // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2
         // the gather after the update overlaps the next step's forward.
@@ -394,6 +403,14 @@ impl<'a, D: Device> Run<'a, D> {
         if let Some(failure) = rank.mesh.failure() {
             return Err(failure.into());
         }
+        let quantised = match (&rank.quant_sums, quantised) {
+            (Some(sums), Some(exchanged)) => Some(sums.read(rank, &exchanged)?),
+            _ => None,
+        };
+        let next_scale = stage.optimizer().progress().loss_scaler.scale;
+        if let Some(errors) = stage.grad_errors() {
+            errors.end_step(rank, done + 1, &outcome, next_scale)?;
+        }
         if let (true, Some(saver)) = (flags::ready(outcome.flags()), &mut self.saver) {
             run_in(rank, Phase::Checkpoint, || saver.advance(rank))?;
         }
@@ -401,6 +418,7 @@ impl<'a, D: Device> Run<'a, D> {
         Ok(Decided {
             outcome,
             staging_bytes,
+            quantised,
         })
     }
 
@@ -497,6 +515,7 @@ impl<'a, D: Device> Run<'a, D> {
             data_fingerprint: Some(workload.data_fingerprint()),
             tokens_seen: Some(completed.tokens),
             best: self.evaluations.best,
+            grad_errors: SavedErrors::of(rank),
         };
 
         state::save(

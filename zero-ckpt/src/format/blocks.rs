@@ -283,6 +283,7 @@ mod tests {
         let blocks = |format| StateEncoding::Blocks {
             format,
             plain_below: 0,
+            multiple_of: 1,
         };
         for encoding in [
             StateDtype::F32.into(),
@@ -302,6 +303,7 @@ mod tests {
         let encoding = StateEncoding::Blocks {
             format: BlockFormat::Dynamic8,
             plain_below: 300,
+            multiple_of: 1,
         };
         let states = [
             StateSpec::new("master", StateDtype::F32),

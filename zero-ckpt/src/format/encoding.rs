@@ -12,6 +12,7 @@
 //! and ends between blocks, or at the end of a parameter: [`check_cuts`].
 
 use std::fmt;
+use std::num::NonZero;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
@@ -31,16 +32,19 @@ const MAX_BLOCK_BYTES: usize = size_of::<f32>() + MAX_BLOCK_ELEMS;
 pub enum StateEncoding {
     /// One by one, in this type.
     Elements(StateDtype),
-    /// Parameters with at least `plain_below` elements in blocks, smaller ones in fp32.
+    /// Large parameters in blocks, others in fp32.
     Blocks {
         /// The format of the blocks.
         format: BlockFormat,
         /// Parameters with fewer elements are stored in fp32.
         plain_below: u64,
+        /// So are those whose elements this does not divide; not 0.
+        multiple_of: u64,
     },
 }
 
-/// [`StateEncoding`] in JSON: `"F32"`, or `{"blocks": {"format": "dynamic8", "plain_below": 4096}}`.
+/// [`StateEncoding`] in JSON: `"F32"`, or `{"blocks": {"format": "dynamic8", "plain_below": 4096,
+/// "multiple_of": 256}}`.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 enum Recorded {
@@ -51,6 +55,7 @@ enum Recorded {
     Blocks {
         format: BlockFormat,
         plain_below: u64,
+        multiple_of: NonZero<u64>,
     },
 }
 
@@ -63,9 +68,11 @@ impl From<Recorded> for StateEncoding {
             Recorded::Blocks {
                 format,
                 plain_below,
+                multiple_of,
             } => Self::Blocks {
                 format,
                 plain_below,
+                multiple_of: multiple_of.get(),
             },
         }
     }
@@ -80,9 +87,11 @@ impl From<StateEncoding> for Recorded {
             StateEncoding::Blocks {
                 format,
                 plain_below,
+                multiple_of,
             } => Self::Blocks {
                 format,
                 plain_below,
+                multiple_of: NonZero::new(multiple_of).unwrap_or(NonZero::<u64>::MIN),
             },
         }
     }
@@ -101,9 +110,10 @@ impl fmt::Display for StateEncoding {
             Self::Blocks {
                 format,
                 plain_below,
+                multiple_of,
             } => write!(
                 f,
-                "{format:?} in blocks of {}, F32 below {plain_below} elements",
+                "{format:?} in blocks of {}, F32 below {plain_below} elements and for no multiple of {multiple_of}",
                 format.elems()
             ),
         }
@@ -111,6 +121,16 @@ impl fmt::Display for StateEncoding {
 }
 
 impl StateEncoding {
+    /// Averages of gradients in blocks, as optimizers have them: for the parameters that a format
+    /// [holds](BlockFormat::holds).
+    pub const fn averages(format: BlockFormat) -> Self {
+        Self::Blocks {
+            format,
+            plain_below: BlockFormat::LEAST_ELEMS,
+            multiple_of: BlockFormat::ALIGN_ELEMS,
+        }
+    }
+
     /// Every length in a file is a multiple of this, so that states by descending alignment are
     /// aligned.
     pub(crate) fn align_bytes(self) -> u64 {
@@ -136,7 +156,10 @@ impl StateEncoding {
             Self::Blocks {
                 format,
                 plain_below,
-            } if numel_elems >= plain_below => Encoding::Blocks(format),
+                multiple_of,
+            } if numel_elems >= plain_below && numel_elems.is_multiple_of(multiple_of) => {
+                Encoding::Blocks(format)
+            }
             Self::Blocks { .. } => Encoding::Elements(StateDtype::F32),
         }
     }

@@ -116,6 +116,7 @@ mod tests {
         let blocks = StateEncoding::Blocks {
             format: BlockFormat::Nf4,
             plain_below: 6,
+            multiple_of: 1,
         };
         let states = [
             StateSpec::new("x", StateDtype::F32),

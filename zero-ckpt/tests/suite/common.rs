@@ -113,6 +113,7 @@ pub(crate) fn as_stored(encoding: StateEncoding, values: &mut [f32]) {
         StateEncoding::Blocks {
             format,
             plain_below,
+            ..
         } if values.len() as u64 >= plain_below => {
             let mut blocks = vec![0; format.bytes(values.len())];
             format.encode(values, &mut blocks);
@@ -139,6 +140,7 @@ fn moment_encoding(layout: &Layout) -> StateEncoding {
         64 => StateEncoding::Blocks {
             format: BlockFormat::Nf4,
             plain_below: 100,
+            multiple_of: 1,
         },
         _ => StateDtype::F32.into(),
     }

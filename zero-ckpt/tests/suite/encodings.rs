@@ -187,6 +187,7 @@ fn blocks(format: BlockFormat) -> StateEncoding {
     StateEncoding::Blocks {
         format,
         plain_below: PLAIN_BELOW,
+        multiple_of: 1,
     }
 }
 
@@ -309,7 +310,9 @@ proptest! {
 fn large_parameters_are_stored_in_whole_blocks() {
     let units = units(&[vec![300, 5_000_000, 7]]);
     let layout = |ranks| {
-        let options = LayoutOptions::default().in_blocks(PLAIN_BELOW);
+        let options = LayoutOptions::default()
+            .in_blocks()
+            .packed_below_elems(PLAIN_BELOW);
         Layout::with_options(&units, ranks, options).unwrap()
     };
     let from = layout(1);
@@ -374,7 +377,7 @@ fn unknown_encodings_are_named() {
         Manifest::decode(text.as_bytes(), Path::new("m"))
     };
     let blocks = |rest: &str| with_dtype(&format!(r#"{{"blocks":{{{rest}}}}}"#));
-    let (manifest, _) = blocks(r#""format":"dynamic8","plain_below":200"#).unwrap();
+    let (manifest, _) = blocks(r#""format":"dynamic8","plain_below":200,"multiple_of":1"#).unwrap();
     assert_eq!(
         manifest.states[0].encoding,
         self::blocks(BlockFormat::Dynamic8)
@@ -386,13 +389,13 @@ fn unknown_encodings_are_named() {
         &["unknown variant `F8`, expected one of `F32`"],
     );
     fails(with_dtype(r#"{"tiles":{}}"#), &["unknown variant `tiles`"]);
-    let unknown = blocks(r#""format":"dynamic3","plain_below":200"#);
+    let unknown = blocks(r#""format":"dynamic3","plain_below":200,"multiple_of":1"#);
     fails(unknown, &["unknown variant `dynamic3`", "`dynamic8`"]);
     fails(
         blocks(r#""format":"nf4""#),
         &["missing field `plain_below`"],
     );
-    let unknown = blocks(r#""format":"nf4","plain_below":0,"doubled":true"#);
+    let unknown = blocks(r#""format":"nf4","plain_below":0,"multiple_of":1,"doubled":true"#);
     fails(unknown, &["unknown field `doubled`"]);
 }
 

@@ -56,6 +56,7 @@ fn refuse_missing(file: &DsConfig) -> Result<(), String> {
     let write_loss = "set enabled to false, and write engine.loss in the program";
     let shard_all = "remove it: states are sharded over all ranks";
     let one = "remove it: each rank has whole rows and whole layers";
+    let exact = "remove it: gradients and parameters travel as they are";
     let on_device = "remove it: shards stay in the memory of their rank";
     let more_than_one = |ranks: Option<u64>| ranks.is_some_and(|ranks| ranks > 1);
     let keys = [
@@ -78,6 +79,16 @@ fn refuse_missing(file: &DsConfig) -> Result<(), String> {
             zero.mics_shard_ranks.is_some(),
             "zero_optimization.mics_shard_size",
             shard_all,
+        ),
+        (
+            zero.quantized_weights,
+            "zero_optimization.zero_quantized_weights",
+            exact,
+        ),
+        (
+            zero.quantized_gradients,
+            "zero_optimization.zero_quantized_gradients",
+            exact,
         ),
         (
             more_than_one(file.sequence_ranks),

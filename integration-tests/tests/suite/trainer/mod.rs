@@ -19,6 +19,7 @@ mod on_ranks;
 mod overflow;
 mod overlap;
 mod pytorch;
+mod quantised;
 mod replicas;
 mod resume;
 mod schedule;

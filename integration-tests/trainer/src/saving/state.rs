@@ -14,6 +14,7 @@ use zero_shard::UnitLayout;
 use crate::error::TrainError;
 use crate::rank::Rank;
 use crate::saving::saver::Saver;
+use crate::stages::grad_errors::SavedErrors;
 use crate::stages::stage::Stage;
 use crate::telemetry::metrics::Best;
 use crate::workload::InitialWeights;
@@ -117,6 +118,9 @@ pub(crate) fn restore<D: Device>(
     };
     stage.optimizer().load(rank, &reader)?;
     load_frozen(rank, &reader)?;
+    if let Some(errors) = stage.grad_errors() {
+        errors.load(rank, &reader, state.grad_errors.as_ref())?;
+    }
     stage.publish(rank)?;
     Ok(state)
 }
@@ -152,7 +156,14 @@ pub(crate) fn save<D: Device>(
         .best(state.best.map(|best| best.step))
         .superseded(superseded.filter(|old| old.only_best).map(|old| old.step));
 
+    let errors = stage.grad_errors().map(|errors| errors.shards(rank));
+    let errors = errors.transpose()?.unwrap_or_default();
     saver.begin(rank, meta, |slot| {
+        let in_shard = slot.in_shard.start as usize..slot.in_shard.end as usize;
+        let name = &slot.state.name;
+        if errors.fill(name, slot.unit, in_shard, slot.bytes).is_some() {
+            return Ok(());
+        }
         let mut kinds = stage.optimizer().kinds().into_iter();
         let kind = kinds.find(|kind| kind.name() == slot.state.name);
         let kind = kind.ok_or_else(|| {
@@ -194,6 +205,9 @@ pub struct TrainerState {
     /// The lowest validation loss so far.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub best: Option<Best>,
+    /// The errors of quantised gradients, with error feedback.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grad_errors: Option<SavedErrors>,
 }
 
 impl TrainerState {

@@ -81,9 +81,12 @@ impl<D: Device> SharedShards<D> {
     }
 
     /// The shard of each unit, if the device has them and other ranks have the same, or a part of it.
-    /// The compute stream waits for them.
+    /// The compute stream waits for them. Replicas that gather encoded parts have the exact values
+    /// of their own, so they have not the same.
     pub(crate) fn of_replicas(&self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
-        if rank.mesh.replicas.is_none() && rank.tensor.is_none() {
+        let has_codec = rank.settings.gather_codec.is_some();
+        let differ = has_codec && rank.mesh.sharing_update().is_some();
+        if differ || rank.mesh.replicas.is_none() && rank.tensor.is_none() {
             return Ok(Vec::new());
         }
         let mut shards = self.0.lock();

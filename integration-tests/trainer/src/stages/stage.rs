@@ -10,6 +10,7 @@ use zero_alloc::device::{AnySlice, Device};
 use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::Rank;
+use crate::stages::grad_errors::GradErrors;
 use crate::stages::optimizer::Optimizer;
 use crate::step::recorder::{GraphPart, Recorder};
 
@@ -82,6 +83,9 @@ pub(crate) trait Stage<D: Device>: Send {
 
     /// The optimizer, with the state of this rank's shards, or of all parameters at stage 0.
     fn optimizer(&mut self) -> &mut dyn Optimizer<D>;
+
+    /// What quantised reductions of gradients left out, with error feedback.
+    fn grad_errors(&self) -> Option<&GradErrors<D>>;
 
     /// Blocks the host until the streams of the rank are idle.
     fn synchronize(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {

@@ -12,6 +12,7 @@ use zero_comm::{OrderCheck, PrefetchError, PrefetchStep, Prefetcher, Unsharded};
 use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::{Rank, uses};
+use crate::stages::grad_errors::GradErrors;
 use crate::stages::gradients::{Gradients, MicroBatchGradients};
 use crate::stages::optimizer::Optimizer;
 use crate::stages::optimizer_choice;
@@ -140,6 +141,10 @@ impl<D: Device> Stage<D> for Stage3<D> {
 
     fn optimizer(&mut self) -> &mut dyn Optimizer<D> {
         &mut *self.optimizer
+    }
+
+    fn grad_errors(&self) -> Option<&GradErrors<D>> {
+        self.grads.errors.as_ref()
     }
 }
 

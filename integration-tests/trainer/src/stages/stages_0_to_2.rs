@@ -16,6 +16,7 @@ use zero_alloc::device::{AnySlice, Device};
 use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::Rank;
+use crate::stages::grad_errors::GradErrors;
 use crate::stages::gradients::Gradients;
 use crate::stages::optimizer::Optimizer;
 use crate::stages::optimizer_choice;
@@ -114,6 +115,10 @@ impl<D: Device> Stage<D> for Stages0To2<D> {
 
     fn optimizer(&mut self) -> &mut dyn Optimizer<D> {
         &mut *self.optimizer
+    }
+
+    fn grad_errors(&self) -> Option<&GradErrors<D>> {
+        self.grads.errors.as_ref()
     }
 }
 

@@ -16,6 +16,7 @@ use crate::settings::args::{Collectives, TrainArgs};
 use crate::settings::collectives;
 use crate::settings::mesh;
 use crate::settings::offload::{self, Offloaded};
+use crate::settings::quantise;
 use crate::settings::record::RunRecord;
 use crate::settings::sources::{Sources, of_file};
 use zero_config::{DsConfig, ZeroOptimization};
@@ -397,6 +398,10 @@ impl PlanRequest {
             mesh: mesh::at_stage(self.run.mesh, stage),
             ..self.run.clone()
         };
+        if !stage.shards_optimizer() {
+            settings.gather_codec = None;
+            settings.quantised_grads = None;
+        }
         let offload = &mut settings.offload;
         if !stage.shards_params() {
             offload.params = Home::Device;
@@ -473,7 +478,7 @@ fn run_of(
     let sub_group = all.unflagged.sub_group_elems.unwrap_or(usize::MAX);
     let has_parts = mesh.tensor_ranks.is_some();
 
-    let settings = Settings {
+    let mut settings = Settings {
         mesh,
         grad_accum_steps: batch.grad_accum as usize,
         reduce_every_micro_batch: all.reduce_every_micro_batch.unwrap_or(false),
@@ -482,6 +487,7 @@ fn run_of(
         offload,
         ..Settings::new(ZeroStage::Three, dtype, zero_models::param_kind)
     };
+    quantise::apply(&from, &mut settings)?;
     let options = ModelOptions {
         partition_activations: has_parts && all.partition_activations.unwrap_or(false),
         sequence_parallel: has_parts && all.sequence_parallel.unwrap_or(false),

@@ -18,7 +18,8 @@ use zero_models::GpuBytes;
 use zero_models::cuda::matmul;
 use zero_models::{TensorBytes, TensorElems};
 use zero_trainer::{
-    OffloadSettings, RankBytes, Settings, device_steps, gathers, piece_elems, scratch_elems,
+    OffloadSettings, RankBytes, Settings, device_steps, encoded_bytes, gathers, piece_elems,
+    scratch_elems,
 };
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of
@@ -110,7 +111,7 @@ pub(crate) struct Sent {
     pub(crate) reduce_scatter_bytes: u64,
     pub(crate) all_gather_bytes: u64,
     pub(crate) all_reduce_bytes: u64,
-    /// Activations, between ranks that share sequences.
+    /// Activations, between ranks that share sequences, and quantised gradients.
     pub(crate) all_to_all_bytes: u64,
     pub(crate) total_bytes: u64,
     /// Bytes that leave each node; 0 with one node.
@@ -142,12 +143,7 @@ pub(crate) fn layout(request: &PlanRequest, sharding: Sharding) -> Result<GridLa
         &request.model.units,
         grid,
         sharding,
-        request
-            .run
-            .offload
-            .format
-            .moments
-            .layout_options(request.model.options.clone()),
+        request.run.aligned(request.model.options.clone()),
     )
 }
 
@@ -360,7 +356,7 @@ fn all_sent(
             .saturating_add(of_parts.reduce_scatter),
         all_gather_bytes: sent.all_gather_bytes.saturating_add(of_parts.all_gather),
         all_reduce_bytes: sent.all_reduce_bytes.saturating_add(of_parts.all_reduce),
-        all_to_all_bytes,
+        all_to_all_bytes: all_to_all_bytes.saturating_add(sent.all_to_all_bytes),
         total_bytes: sent
             .total_bytes()
             .saturating_add(all_to_all_bytes)
@@ -415,12 +411,8 @@ fn sent(
         return Ok((sent.rank, sent.group_egress_bytes));
     }
     let axes = settings.axis_traffic(over_groups)?;
-    let [all, group, replicas] =
-        [axes.all, axes.group, axes.replicas].map(|sent| sent.total_bytes());
     let node = layout.grid().group_size();
-    let egress = over_groups
-        .grid()
-        .node_egress_bytes(node, all, group, replicas)?;
+    let egress = axes.node_egress_bytes(&over_groups.grid(), node)?;
     Ok((axes.rank()?, egress))
 }
 
@@ -443,7 +435,9 @@ fn memory_model(
     let peak_live_elems = gathers(settings, layout, &request.model.passes)
         .map_or(0, |planned| planned.peak_live_elems);
     let scratch = scratch_bytes(request, settings, layout)?
-        .saturating_add(device_steps(request.machine.gpus as usize).bytes(1) as u64);
+        .saturating_add(device_steps(request.machine.gpus as usize).bytes(1) as u64)
+        .saturating_add(settings.feedback_bytes(&over_groups))
+        .saturating_add(encoded_bytes(settings, &over_groups));
     Ok(MemoryModel::state_only(settings.stage, widths)
         .placement(placement)
         .gathered_elems(peak_live_elems)
