@@ -465,7 +465,6 @@ fn harmless_differences_are_warnings() {
 #[test]
 fn settings_that_change_results_are_errors() {
     let table = r#"
-        zero {"zero_quantized_nontrainable_weights": true} => zero_optimization.zero_quantized_nontrainable_weights true
         zero {"zenflow": {"topk_ratio": 0.1}} => zero_optimization.zenflow {"topk_ratio":0.1}
         {"fp16": {"fp16_master_weights_and_grads": true}} => fp16.fp16_master_weights_and_grads true
         {"bf16": {"bf16_master_weights_and_grads": true}} => bf16.bf16_master_weights_and_grads true

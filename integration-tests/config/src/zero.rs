@@ -43,6 +43,8 @@ pub struct ZeroOptimization {
     pub quantized_weights: bool,
     /// Whether gradients are reduced in few bits (qgZ).
     pub quantized_gradients: bool,
+    /// Whether frozen weights are stored and gathered in 8 bits.
+    pub quantized_frozen: bool,
     /// Error feedback of quantised gradients.
     pub loco: Option<LocoParams>,
 }
@@ -76,6 +78,7 @@ impl Default for ZeroOptimization {
             mics_shard_ranks: None,
             quantized_weights: false,
             quantized_gradients: false,
+            quantized_frozen: false,
             loco: None,
         }
     }
@@ -102,7 +105,6 @@ const STAGE3_NAMES: [&str; 9] = [
 ];
 
 const UNITS: &str = "parameters are gathered by unit (embedding, block, head)";
-const FROZEN: &str = "frozen parameters are kept in the type of the others";
 
 /// Unsupported keys that change speed, memory or messages only.
 const IGNORED: &[Key] = keys! {
@@ -136,7 +138,6 @@ const IGNORED: &[Key] = keys! {
 
 /// Unsupported keys that change the results.
 const REFUSED: &[Key] = keys! {
-    "zero_quantized_nontrainable_weights" = Flag(false) => FROZEN,
     "zenflow" = Nothing => "updates are not deferred to later steps",
     "mics_hierarchical_params_gather" = Nothing => "DeepSpeed has removed it",
 };
@@ -211,6 +212,9 @@ pub(super) fn read(
         mics_shard_ranks: read_mics(&mut block)?,
         quantized_weights: block.flag("zero_quantized_weights")?.unwrap_or(false),
         quantized_gradients: block.flag("zero_quantized_gradients")?.unwrap_or(false),
+        quantized_frozen: block
+            .flag("zero_quantized_nontrainable_weights")?
+            .unwrap_or(false),
         loco: read_loco(&mut block)?,
         ..ZeroOptimization::default()
     };

@@ -21,14 +21,14 @@ use std::path::Path;
 const CLOSED: [(&str, &str); 6] = [
     (
         "zero-shard",
-        "BucketPiece ElemLocation Home LayoutSpec Move ParamId ParamPiece ParamSpec Placement ShardPiece \
+        "BucketPiece ElemLocation Home LayoutSpec Move Normalise ParamId ParamPiece ParamSpec Placement ShardPiece \
          StateBytes StoredPiece TensorCut TensorPiece TensorRun Tie Tier TransformerShape UnitSpec Widths \
          WireFormat ZeroStage",
     ),
     ("zero-alloc", "Polling Search SwapAccess"),
     (
         "zero-kernels",
-        "AdamHyper AdamScalars AdamSlices AdvanceArgs FloatSlice FloatSliceMut GradStats RankStats RemainderSlices Rounding \
+        "AdamHyper AdamScalars AdamSlices AdvanceArgs AverageCodecs CodedSlice EncodeSums Feedback FloatSlice FloatSliceMut GradStats RankStats RemainderSlices Rounding \
          Segments SettingError Slot Span StepConfig StepPoint StepRates StepRecord StepScalars StepState UpdateArgs UpdateSlices WeightSlices Weights",
     ),
     ("zero-comm", "Group Link Part Socket Traffic"),

@@ -91,6 +91,11 @@ fn refuse_missing(file: &DsConfig) -> Result<(), String> {
             exact,
         ),
         (
+            zero.quantized_frozen,
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            exact,
+        ),
+        (
             more_than_one(file.sequence_ranks),
             "sequence_parallel_size",
             one,

@@ -295,7 +295,8 @@ impl TrainArgs {
             reduce_every_micro_batch, bucket_elems, no_overlap, cuda_graph,
             unflagged.prefetch, unflagged.sub_group_elems,
             mesh.shard_group, mesh.shard_optimizer, mesh.hpz, mesh.ulysses, mesh.tensor_parallel,
-            quantise.quantize_params, quantise.quantize_grads, quantise.error_feedback,
+            quantise.quantize_params, quantise.quantize_grads, quantise.quantize_frozen,
+            quantise.error_feedback,
             quantise.error_feedback_beta, quantise.error_feedback_reset,
             checkpoint_every, keep_last, check_replicas,
             eval_every, eval_tokens, sample_every, sample_prompt, sample_tokens

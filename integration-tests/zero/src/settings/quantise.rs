@@ -28,6 +28,12 @@ pub struct QuantiseArgs {
     #[arg(long, value_name = "none|int8|int4[,int8|int4]")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantize_grads: Option<GradBits>,
+    /// Keep the matrices of frozen blocks (param_groups with "trainable": false) in 4 or 8 bits, and
+    /// send them so where stage 3 gathers them; they are decoded where a pass reads them. Embeddings,
+    /// norms and biases stay as they are [default: none]
+    #[arg(long, value_name = "none|nf4|int8", value_enum)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quantize_frozen: Option<FrozenBits>,
     /// Add what rounding left out of a gradient to the next one (LoCo): 4 bytes a parameter on each
     /// rank, and between machines 4 bytes for its machine's part of them; kept in checkpoints [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
@@ -53,6 +59,28 @@ pub enum ParamBits {
     None,
     /// 8 bits.
     Int8,
+}
+
+/// The format of frozen matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FrozenBits {
+    /// As they are.
+    None,
+    /// NormalFloat of 4 bits, in blocks of 64.
+    Nf4,
+    /// 8 bits, in blocks of 256.
+    Int8,
+}
+
+impl FrozenBits {
+    fn format(self) -> Option<BlockFormat> {
+        match self {
+            Self::None => None,
+            Self::Nf4 => Some(BlockFormat::Nf4),
+            Self::Int8 => Some(BlockFormat::Int8),
+        }
+    }
 }
 
 /// The formats of gradients, within a machine and between machines; `None`: as they are.
@@ -127,6 +155,10 @@ impl QuantiseArgs {
         Self {
             quantize_params: settings.gather_codec.map(|_| ParamBits::Int8),
             quantize_grads: grads.map(|grads| GradBits(Some([grads.within, grads.between]))),
+            quantize_frozen: settings.quantised_frozen.map(|format| match format {
+                BlockFormat::Int8 => FrozenBits::Int8,
+                _ => FrozenBits::Nf4,
+            }),
             error_feedback: feedback.map(|_| true),
             error_feedback_beta: feedback.map(|feedback| feedback.keep),
             error_feedback_reset: feedback.and_then(|feedback| feedback.reset_every),
@@ -139,6 +171,7 @@ impl QuantiseArgs {
         Self {
             quantize_params: zero.quantized_weights.then_some(ParamBits::Int8),
             quantize_grads: zero.quantized_gradients.then_some(GradBits::DEEPSPEED),
+            quantize_frozen: zero.quantized_frozen.then_some(FrozenBits::Int8),
             error_feedback: loco.map(|_| true),
             error_feedback_beta: loco.map(|loco| loco.err_beta as f32),
             error_feedback_reset: loco.map(|loco| loco.reset_steps),
@@ -154,6 +187,7 @@ pub(crate) fn apply(from: &Sources, settings: &mut Settings) -> Result<(), CliEr
     let all = &from.all.quantise;
     let is_int8 = all.quantize_params == Some(ParamBits::Int8);
     settings.gather_codec = is_int8.then_some(Codec::Blocks(BlockFormat::Int8));
+    settings.quantised_frozen = all.quantize_frozen.and_then(FrozenBits::format);
     let formats = all.quantize_grads.and_then(|bits| bits.0);
     let has_feedback = all.error_feedback == Some(true);
     if has_feedback && formats.is_none() && from.given.quantise.error_feedback == Some(true) {

@@ -357,6 +357,7 @@ mod tests {
         --tensor-parallel 2              => mesh.tensor_parallel = 2
         --quantize-params int8           => quantise.quantize_params = \"int8\"
         --quantize-grads int8,int4       => quantise.quantize_grads = \"int8,int4\"
+        --quantize-frozen nf4            => quantise.quantize_frozen = \"nf4\"
         --error-feedback                 => quantise.error_feedback = true
         --error-feedback-beta 0.5        => quantise.error_feedback_beta = 0.5
         --error-feedback-reset 5         => quantise.error_feedback_reset = 5

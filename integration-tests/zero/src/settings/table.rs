@@ -47,6 +47,8 @@ const QUANTISE: &[Row] = &[
         .key("zero_optimization.zero_quantized_weights"),
     Row::new("quantise.quantize_grads", "--quantize-grads")
         .key("zero_optimization.zero_quantized_gradients"),
+    Row::new("quantise.quantize_frozen", "--quantize-frozen")
+        .key("zero_optimization.zero_quantized_nontrainable_weights"),
     Row::new("quantise.error_feedback_beta", "--error-feedback-beta"),
     Row::new("quantise.error_feedback_reset", "--error-feedback-reset"),
     Row::new("quantise.error_feedback", "--error-feedback")
