@@ -10,7 +10,7 @@ use zero_shard::BlockFormat;
 
 use crate::CommError;
 
-/// What encodes and decodes on a device.
+/// Encodes and decodes on a device.
 #[derive(Clone)]
 pub(crate) struct Encoder<D: Device> {
     kernels: Arc<dyn Kernels<D>>,
@@ -153,7 +153,7 @@ impl<D: Device> Encoder<D> {
     }
 }
 
-/// An error if `codec` stores no values of its own.
+/// Refuses remainders, which are parts of values.
 pub(crate) fn check_values(codec: Codec) -> Result<(), CommError> {
     match codec {
         Codec::Remainders => Err(KernelError::Unsupported {

@@ -25,7 +25,7 @@ use crate::call::Group;
 use crate::encoded::Encoder;
 use crate::{CommError, Communicator};
 
-/// What this rank's quantised reductions of a unit left out, updated by the next one.
+/// The errors of this rank's quantised reductions of a unit, which the next one adds and updates.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct UnitFeedback<'a> {

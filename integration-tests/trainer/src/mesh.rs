@@ -209,7 +209,7 @@ impl<D: Device> Mesh<D> {
             };
             self.gather = coded(&self.gather)?;
             match &mut self.replicas {
-                // What a group gathers is what replicas have encoded, or the same again.
+                // A group gathers values that replicas have encoded before; encoding them again changes none.
                 Some(replicas) if replicas.sharding != Sharding::Replicated => {
                     replicas.gather = counted(coded(&replicas.gather)?);
                 }

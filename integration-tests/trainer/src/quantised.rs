@@ -11,7 +11,7 @@ pub struct QuantisedGrads {
     pub within: BlockFormat,
     /// Between machines, or between groups.
     pub between: BlockFormat,
-    /// What the rounding leaves out is added to the next gradient.
+    /// Adds to a gradient what rounding left out of the one before.
     pub feedback: Option<ErrorFeedback>,
 }
 

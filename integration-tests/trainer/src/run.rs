@@ -119,14 +119,13 @@ struct StepContext<'a, D: Device> {
 
 impl<D: Device> StepContext<'_, D> {
     /// Enqueues the step after `done` steps, and loads the first batch of the next one. `ready` is
-    /// called behind backward: whether the rank is ready to advance the save in progress. Returns
-    /// the flags of the step, and the event behind the statistics of quantised values.
+    /// called behind backward: whether the rank is ready to advance the save in progress.
     fn enqueue_step(
         &mut self,
         batches: &mut BatchLoader<'_, D>,
         done: u64,
         ready: impl FnOnce() -> bool,
-    ) -> Result<(Enqueued<D::Event>, Option<D::Event>), TrainError> {
+    ) -> Result<Enqueued<D::Event>, TrainError> {
         let Self {
             rank,
             options,
@@ -151,7 +150,7 @@ impl<D: Device> StepContext<'_, D> {
         stage.gradients(rank, model, &mut MicroBatches { recorder, load })?;
 
         rank.timeline.set_phase(Phase::Decision.name());
-        let enqueued = flags.enqueue(&options.cancel, ready())?;
+        let mut enqueued = flags.enqueue(&options.cancel, ready())?;
         if on_host {
             // The host decides, so it waits for the flags here.
             flags.watch(&options.cancel, &enqueued)?;
@@ -165,7 +164,7 @@ impl<D: Device> StepContext<'_, D> {
         recorder.run(GraphPart::Decision, || optimizer.decide(rank, inputs))?;
         optimizer.expect_outcome(rank)?;
         let quantised = rank.quant_sums.as_ref().map(|sums| sums.exchange(rank));
-        let quantised = quantised.transpose()?;
+        enqueued.quantised = quantised.transpose()?;
 
         rank.timeline.set_phase(Phase::Optimizer.name());
         recorder.run(GraphPart::Update, || stage.update(rank))?;
@@ -173,7 +172,7 @@ impl<D: Device> StepContext<'_, D> {
             // An error recurs when the batch is needed.
             let _ignored = run_in(rank, Phase::Data, || batches.load(model, done + 1, 0));
         }
-        Ok((enqueued, quantised))
+        Ok(enqueued)
     }
 }
 
@@ -233,7 +232,7 @@ pub(crate) fn enqueue_steps<D: Device>(
     parts.stage.optimizer().prepare_steps(rank)?;
     for done in 0..options.steps {
         mark();
-        let (enqueued, _) = parts.enqueue_step(&mut batches, done, || false)?;
+        let enqueued = parts.enqueue_step(&mut batches, done, || false)?;
         flags.watch(&options.cancel, &enqueued)?;
         parts.stage.optimizer().skip_outcome(rank)?;
     }
@@ -385,7 +384,7 @@ impl<'a, D: Device> Run<'a, D> {
             staging_bytes = saver.as_ref().map_or(0, Saver::staging_bytes);
             saver.as_mut().is_some_and(Saver::ready)
         };
-        let (enqueued, quantised) = self.parts.enqueue_step(&mut self.batches, done, ready)?;
+        let enqueued = self.parts.enqueue_step(&mut self.batches, done, ready)?;
 
         // The only wait of a step, for the decision. The update overlaps it, and at stages 1 and 2
         // the gather after the update overlaps the next step's forward.
@@ -403,8 +402,8 @@ impl<'a, D: Device> Run<'a, D> {
         if let Some(failure) = rank.mesh.failure() {
             return Err(failure.into());
         }
-        let quantised = match (&rank.quant_sums, quantised) {
-            (Some(sums), Some(exchanged)) => Some(sums.read(rank, &exchanged)?),
+        let quantised = match (&rank.quant_sums, &enqueued.quantised) {
+            (Some(sums), Some(exchanged)) => Some(sums.read(rank, exchanged)?),
             _ => None,
         };
         let next_scale = stage.optimizer().progress().loss_scaler.scale;

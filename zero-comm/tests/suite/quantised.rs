@@ -171,7 +171,7 @@ fn bytes(values: &[f32], dtype: DType) -> Vec<f32> {
     memory
 }
 
-/// What a rank has after a reduction.
+/// The result of a reduction on a rank.
 struct Reduced {
     rank: usize,
     sum: Vec<f32>,
@@ -380,7 +380,7 @@ fn feedback_does_not_depend_on_buckets() {
     }
 }
 
-/// What was sent and what is left are what was to be sent.
+/// The sums that arrived and the errors add up to the exact sums.
 #[test]
 fn feedback_keeps_what_was_left_out() {
     let len = 768;

@@ -22,7 +22,7 @@ fn shard(rank: usize, elems: usize) -> Vec<f32> {
     (0..elems).map(|i| element(rank, i)).collect()
 }
 
-/// What arrives of a shard.
+/// A shard as it arrives.
 fn decoded(codec: Codec, mut shard: Vec<f32>) -> Vec<f32> {
     match codec {
         Codec::Blocks(format) => {
@@ -38,7 +38,7 @@ fn decoded(codec: Codec, mut shard: Vec<f32>) -> Vec<f32> {
     shard
 }
 
-/// Where a rank's shard is during a gather.
+/// The place of a rank's shard during a gather.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
     Apart,

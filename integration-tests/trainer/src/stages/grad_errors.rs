@@ -1,4 +1,4 @@
-//! What quantised reductions of gradients left out: the memory of error feedback.
+//! The memory of error feedback: the errors of this rank's quantised reductions of gradients.
 //!
 //! One allocation has, for each trained unit and each hop, an error in fp32 for every element that
 //! this rank encodes. Only the communication stream uses it. A skipped step, and a change of the
@@ -8,7 +8,7 @@
 //! **In a checkpoint** the errors of a hop are as many states as the hop has ranks, `grad_error_h_q`
 //! of rank q, of which each rank saves its shard: an all-to-all brings it the shards of the others.
 //! A resume with the same hops restores them to the bit. With others, what matters is the sum over
-//! ranks and hops: each rank starts with that of its own shard, in the unit of the new number of
+//! ranks and hops: each rank starts with that of the shard it saves, in the unit of the new number of
 //! micro-batches, over which gradients are summed.
 
 use std::ops::Range;
@@ -260,7 +260,7 @@ pub(crate) struct ErrorShards {
 
 impl ErrorShards {
     /// Fills `out` with a range of this rank's shard in the state of this name: zeros if the unit is
-    /// frozen. Returns `None` if the state is no error.
+    /// frozen. Returns `None` for another kind of state.
     pub(crate) fn fill(
         &self,
         name: &str,

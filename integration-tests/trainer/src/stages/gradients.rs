@@ -28,7 +28,7 @@ pub(crate) struct Gradients<D: Device> {
     /// The gradient that the last pass wrote, until it is reduced.
     written: Option<Written<D>>,
     buckets: Buckets<D>,
-    /// What quantised reductions left out, with error feedback.
+    /// The errors of quantised reductions, with error feedback.
     pub(crate) errors: Option<GradErrors<D>>,
     /// Scratch, which only the compute stream uses.
     slots: Vec<Block<D>>,

@@ -82,7 +82,7 @@ impl<D: Device> SharedShards<D> {
 
     /// The shard of each unit, if the device has them and other ranks have the same, or a part of it.
     /// The compute stream waits for them. Replicas that gather encoded parts have the exact values
-    /// of their own, so they have not the same.
+    /// of their part and decoded ones of the others, so they are left out.
     pub(crate) fn of_replicas(&self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
         let has_codec = rank.settings.gather_codec.is_some();
         let differ = has_codec && rank.mesh.sharing_update().is_some();

@@ -84,7 +84,7 @@ pub(crate) trait Stage<D: Device>: Send {
     /// The optimizer, with the state of this rank's shards, or of all parameters at stage 0.
     fn optimizer(&mut self) -> &mut dyn Optimizer<D>;
 
-    /// What quantised reductions of gradients left out, with error feedback.
+    /// The errors of quantised reductions of gradients, with error feedback.
     fn grad_errors(&self) -> Option<&GradErrors<D>>;
 
     /// Blocks the host until the streams of the rank are idle.

@@ -24,7 +24,7 @@ use crate::telemetry::metrics::QuantFigures;
 const ENTRIES: usize = 64;
 const ENTRY_BYTES: usize = size_of::<EncodeSums>();
 
-/// The kinds of values. Those of replicas are encoded on a stream of their own.
+/// The kinds of values. Gradients that replicas sum are encoded on the replicas' stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Encoded {
     Params,
@@ -115,9 +115,10 @@ impl<D: Device> QuantSums<D> {
         exchanged
             .synchronize(rank.settings.host_limit())
             .map_err(CommError::from)?;
-        // SAFETY: host memory that the copy has written, which has ended; the next exchange is
-        // enqueued behind this call.
-        let all: &[u8] = unsafe { self.copy.slice().typed()?.as_host() };
+        // SAFETY: the copy that writes it has ended, and the next one is enqueued behind this call.
+        let copy = unsafe { self.copy.slice() }.typed::<u8>()?;
+        // SAFETY: as above; it is host memory.
+        let all = unsafe { copy.as_host() };
         let mut totals = [EncodeSums::default(); KINDS];
         for of_rank in all.chunks_exact(KINDS * ENTRIES * ENTRY_BYTES) {
             let kinds = of_rank.chunks_exact(ENTRIES * ENTRY_BYTES);
