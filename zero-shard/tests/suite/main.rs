@@ -1,5 +1,6 @@
 //! Properties of layouts, their parts, resharding and formulas.
 
+mod blocks;
 mod formulas;
 mod layout;
 mod parts;
