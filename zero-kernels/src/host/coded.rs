@@ -7,12 +7,13 @@ use zero_alloc::device::DType;
 use zero_shard::BlockFormat;
 
 use super::update::{FloatSlice, with_floats};
+use super::{accumulate, block_codes, cast};
 use crate::check::same_len;
 use crate::kernels::EncodeSums;
 use crate::step::StepScalars;
 use crate::{Codec, Float, KernelError, Rounding, UpdateArgs, UpdateRule};
 
-/// Elements that are decoded at a time: their fp32 values stay in the level-1 cache.
+/// Elements that are encoded or decoded at a time: their fp32 values stay in the level-1 cache.
 const PART_ELEMS: usize = 2048;
 
 impl Codec {
@@ -29,7 +30,7 @@ impl Codec {
                     *value = Float::to_f32(bf16::from_le_bytes(*stored));
                 }
             }
-            Self::Blocks(format) => format.decode(stored, values),
+            Self::Blocks(format) => block_codes::decode(format, stored, values),
             Self::Remainders => return Err(no_values("decode")),
         }
         Ok(())
@@ -57,7 +58,7 @@ impl Codec {
                 let stored = stored.as_chunks_mut::<2>().0;
                 round_stochastically(values, stored, seed, first);
             }
-            (Self::Blocks(format), _) => format.encode(values, stored),
+            (Self::Blocks(format), _) => block_codes::encode(format, values, stored),
             (Self::Remainders, _) => return Err(no_values("encode")),
         }
         Ok(())
@@ -110,6 +111,7 @@ pub(super) unsafe fn update(
     args: &UpdateArgs,
     scalars: StepScalars,
 ) -> Result<(), KernelError> {
+    let elems = args.elems();
     if args.slots.iter().all(|slot| slot.codec == Codec::Fp32) {
         let slots = args.slots.iter().map(|slot| {
             // SAFETY: the caller's promise.
@@ -117,30 +119,33 @@ pub(super) unsafe fn update(
         });
         let slots = slots.collect::<Result<_, KernelError>>()?;
         // SAFETY: the caller's promise.
-        return rule.update(unsafe { args.as_host(slots, scalars) }?);
+        return rule.update(unsafe { args.as_host(0..elems, slots, scalars) }?);
     }
 
     let mut decoded = vec![0.0; args.slots.len() * PART_ELEMS];
-    for start in (0..args.elems()).step_by(PART_ELEMS) {
-        let args = args.slice(start..args.elems().min(start + PART_ELEMS));
-        let elems = args.elems();
-        let mut slots: Vec<&mut [f32]> = Vec::new();
-        let mut stored: Vec<&mut [u8]> = Vec::new();
+    for start in (0..elems).step_by(PART_ELEMS) {
+        let range = start..elems.min(start + PART_ELEMS);
+        let mut slots = Vec::with_capacity(args.slots.len());
         for (slot, values) in args.slots.iter().zip(decoded.chunks_exact_mut(PART_ELEMS)) {
+            let values = &mut values[..range.len()];
+            let stored = slot.slice(range.clone()).memory.bytes().typed()?;
             // SAFETY: the caller's promise; bytes may have any value.
-            let bytes: &mut [u8] = unsafe { slot.memory.bytes().typed()?.as_host_mut() };
-            slot.codec.decode(bytes, &mut values[..elems])?;
-            slots.push(&mut values[..elems]);
-            stored.push(bytes);
+            slot.codec.decode(unsafe { stored.as_host() }, values)?;
+            slots.push(values);
         }
         // SAFETY: the caller's promise.
-        rule.update(unsafe { args.as_host(slots, scalars) }?)?;
+        rule.update(unsafe { args.as_host(range.clone(), slots, scalars) }?)?;
 
-        let values = decoded.chunks_exact(PART_ELEMS);
-        for (nth, (bytes, values)) in stored.into_iter().zip(values).enumerate() {
-            let rounding = args.rounding.of_slot(nth, args.slots.len());
-            let codec = args.slots[nth].codec;
-            codec.encode(&values[..elems], bytes, rounding)?;
+        for (nth, slot) in args.slots.iter().enumerate() {
+            let rounding = args
+                .rounding
+                .from_elem(start)
+                .of_slot(nth, args.slots.len());
+            let values = &decoded[nth * PART_ELEMS..][..range.len()];
+            let stored = slot.slice(range.clone()).memory.bytes().typed()?;
+            // SAFETY: as above, and `decode` is through with it.
+            let stored = unsafe { stored.as_host_mut() };
+            slot.codec.encode(values, stored, rounding)?;
         }
     }
     Ok(())
@@ -173,27 +178,26 @@ pub fn encode_blocks(
         let end = elems.min(start + PART_ELEMS);
         let values = &mut values[..end - start];
         let decoded = &mut decoded[..end - start];
-        with_floats!(FloatSlice, src, src => {
-            let src = src[start..end].iter();
-            values.iter_mut().zip(src).for_each(|(to, from)| *to = Float::to_f32(*from));
-        });
-        if let Some((error, _)) = &feedback {
-            let error = error[start..end].iter();
-            values
-                .iter_mut()
-                .zip(error)
-                .for_each(|(to, error)| *to += error);
-        }
+        let values = match (src, &feedback) {
+            (FloatSlice::F32(src), None) => &src[start..end],
+            _ => {
+                with_floats!(FloatSlice, src, src => cast(&src[start..end], values, 1.0))?;
+                if let Some((error, _)) = &feedback {
+                    accumulate(&error[start..end], values)?;
+                }
+                &*values
+            }
+        };
         let blocks = &mut blocks[format.bytes(start)..][..format.bytes(end - start)];
-        format.encode(values, blocks);
+        block_codes::encode(format, values, blocks);
         if feedback.is_none() && sums.is_none() {
             continue;
         }
 
-        format.decode(blocks, decoded);
+        block_codes::decode(format, blocks, decoded);
         if let Some((error, keep)) = &mut feedback {
             let error = error[start..end].iter_mut();
-            for ((error, value), decoded) in error.zip(&*values).zip(&*decoded) {
+            for ((error, value), decoded) in error.zip(values).zip(&*decoded) {
                 let missing = value - decoded;
                 // A step with infinities is skipped: they must not stay.
                 let missing = if missing.is_finite() { missing } else { 0.0 };
@@ -229,10 +233,10 @@ pub fn decode_blocks<T: Float>(
         for part in 0..parts {
             let blocks = &blocks[part * bytes + start..][..format.bytes(dst.len())];
             if part == 0 {
-                format.decode(blocks, sum);
+                block_codes::decode(format, blocks, sum);
                 continue;
             }
-            format.decode(blocks, decoded);
+            block_codes::decode(format, blocks, decoded);
             sum.iter_mut()
                 .zip(&*decoded)
                 .for_each(|(sum, value)| *sum += value);

@@ -1,5 +1,7 @@
 //! The operations over Rust slices and the run-time compilation of kernels.
 
+#[cfg(not(miri))]
+mod blocks_on_host;
 #[path = "../common/mod.rs"]
 mod common;
 #[cfg(not(miri))]

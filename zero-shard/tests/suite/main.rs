@@ -1,6 +1,6 @@
 //! Properties of layouts, their parts, resharding and formulas.
 
-mod blocks;
+mod block_formats;
 mod formulas;
 mod layout;
 mod parts;

@@ -79,7 +79,11 @@ fn magnitude() -> impl Strategy<Value = f32> {
 /// Values of a few blocks, the last one perhaps short: of one magnitude's kind, with a few others.
 fn values() -> impl Strategy<Value = Vec<f32>> {
     let sign = |(value, negative): (f32, bool)| if negative { -value } else { value };
-    let some = (prop::collection::vec(magnitude(), 1..4), 1usize..600, any::<u64>());
+    let some = (
+        prop::collection::vec(magnitude(), 1..4),
+        1usize..600,
+        any::<u64>(),
+    );
     let mixed = some.prop_map(|(kinds, len, seed)| {
         let mut state = seed;
         let next = || {
@@ -211,7 +215,11 @@ fn greatest_magnitude_has_no_error() {
             let (blocks, decoded) = coded(format, &[0.5 * greatest, greatest]);
             if greatest > 0.0 || format.is_signed() {
                 assert_eq!(decoded[1], greatest, "{format:?}");
-                let sign = if format.has_signed_scale() { greatest } else { greatest.abs() };
+                let sign = if format.has_signed_scale() {
+                    greatest
+                } else {
+                    greatest.abs()
+                };
                 assert_eq!(scale(&blocks), sign);
             }
         }
