@@ -10,7 +10,8 @@
 //! `rules/mod.rs` and `cuda/source.rs`. A kernel's parameters are, in this order: the master
 //! weights, or the parameter and its remainder; the slots; the gradient; the parameter to write, if
 //! the master is another array; `const StepScalars *`; a struct with the words of
-//! [`CudaKernel`]'s constants; `Span`.
+//! [`CudaKernel`]'s constants; `Span`, of all these arrays, or where slots are in blocks of the
+//! others.
 
 use std::fmt;
 use std::ops::Range;
@@ -306,7 +307,7 @@ impl UpdateArgs {
 
 /// Names of a kernel's variants for fp32, bf16 and fp16, in the order of [`float_index`].
 macro_rules! entries {
-    ($prefix:literal) => {
+    ($prefix:expr) => {
         [
             concat!($prefix, "_f32"),
             concat!($prefix, "_bf16"),

@@ -172,6 +172,7 @@ pub fn encode_blocks(
         same_len("encode_blocks: sums", EncodeSums::count(elems), sums.len())?;
     }
 
+    let mut threads = ThreadSums::default();
     let mut values = [0.0; PART_ELEMS];
     let mut decoded = [0.0; PART_ELEMS];
     for start in (0..elems).step_by(PART_ELEMS) {
@@ -205,10 +206,96 @@ pub fn encode_blocks(
             }
         }
         if let Some(sums) = &mut sums {
-            sums[start / EncodeSums::ELEMS].add(format, values, decoded, blocks);
+            threads.add(format, values, decoded, blocks);
+            if end == elems || end.is_multiple_of(EncodeSums::ELEMS) {
+                std::mem::take(&mut threads).add_to(&mut sums[start / EncodeSums::ELEMS]);
+            }
         }
     }
     Ok(())
+}
+
+/// The sums of an entry in the order of its kernel's threads: of each of 8 warps of 32 lanes, the
+/// pairwise sums of 8 elements of each of its tiles. A part has a tile for each warp.
+struct ThreadSums([[f64; 3]; THREADS]);
+
+const THREADS: usize = PART_ELEMS / GROUP;
+const GROUP: usize = 8;
+
+impl Default for ThreadSums {
+    fn default() -> Self {
+        Self([[0.0; 3]; THREADS])
+    }
+}
+
+impl ThreadSums {
+    /// Adds a part, the last block of which may have fewer values.
+    fn add(&mut self, format: BlockFormat, values: &[f32], decoded: &[f32], blocks: &[u8]) {
+        // Two neighbouring threads have 16 elements: a run of 4, the other's run, and again.
+        let pairs = values.chunks(2 * GROUP).zip(decoded.chunks(2 * GROUP));
+        let threads = self.0.as_chunks_mut::<2>().0;
+        for (nth, ((values, decoded), threads)) in pairs.zip(threads).enumerate() {
+            let block = nth * 2 * GROUP / format.elems() * format.block_bytes();
+            let scale = blocks[block..]
+                .first_chunk()
+                .map_or(0.0, |scale| f32::from_le_bytes(*scale));
+            if scale.is_nan() {
+                continue;
+            }
+            let most = f64::from(format.error_bound()) * f64::from(scale.abs());
+            let mut errors = [0.0; 2 * GROUP];
+            let mut squares = [0.0; 2 * GROUP];
+            for (i, (value, decoded)) in values.iter().zip(decoded).enumerate() {
+                let (value, error) = (f64::from(*value), f64::from(*value) - f64::from(*decoded));
+                errors[i] = error * error;
+                squares[i] = value * value;
+            }
+            for (thread, [error_sq, bound_sq, value_sq]) in threads.iter_mut().enumerate() {
+                let first = thread * GROUP / 2;
+                let own = [
+                    first..first + GROUP / 2,
+                    first + GROUP..first + GROUP + GROUP / 2,
+                ];
+                let count: usize = own
+                    .iter()
+                    .map(|run| values.len().clamp(run.start, run.end) - run.start)
+                    .sum();
+                *error_sq += pairwise(&errors, first);
+                *bound_sq += most * most * count as f64;
+                *value_sq += pairwise(&squares, first);
+            }
+        }
+    }
+
+    /// Adds the sum of all threads.
+    fn add_to(mut self, sums: &mut EncodeSums) {
+        let mut halve = |stride: usize, most: usize| {
+            let mut half = most / 2;
+            while half > 0 {
+                for warp in (0..THREADS).step_by(most * stride) {
+                    for i in 0..half {
+                        for sum in 0..3 {
+                            self.0[warp + i * stride][sum] +=
+                                self.0[warp + (i + half) * stride][sum];
+                        }
+                    }
+                }
+                half /= 2;
+            }
+        };
+        halve(1, 32);
+        halve(32, THREADS / 32);
+        let [error_sq, bound_sq, value_sq] = self.0[0];
+        sums.error_sq += error_sq;
+        sums.bound_sq += bound_sq;
+        sums.value_sq += value_sq;
+    }
+}
+
+/// The sum of a thread's 8 of 16 elements, from `first` on.
+fn pairwise(x: &[f64; 2 * GROUP], first: usize) -> f64 {
+    let four: [f64; 4] = std::array::from_fn(|i| x[first + i] + x[first + i + GROUP]);
+    (four[0] + four[2]) + (four[1] + four[3])
 }
 
 /// Writes to `dst` the elements from `first` on of the sum of `parts` arrays of `elems` elements,
