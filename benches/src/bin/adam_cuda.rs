@@ -21,8 +21,8 @@ use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Memo
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::step::{StepConfig, StepRates, StepRecord, StepState};
 use zero_kernels::{
-    AdamHyper, AdamScalars, AdvanceArgs, Float, GradStats, Kernels, RankStats, StepScalars,
-    UpdateArgs, UpdateRule, Weights,
+    AdamHyper, AdamScalars, AdvanceArgs, Float, GradStats, Kernels, RankStats, Rounding,
+    StepScalars, UpdateArgs, UpdateRule, Weights,
 };
 
 type AnyError = Box<dyn std::error::Error>;
@@ -279,12 +279,13 @@ impl Shard {
         let args = UpdateArgs {
             weights,
             slots: vec![
-                self.first_moment.typed(self.elems),
-                self.second_moment.typed(self.elems),
+                self.first_moment.typed::<f32>(self.elems).into(),
+                self.second_moment.typed::<f32>(self.elems).into(),
             ],
             grad: self.grad.typed::<bf16>(self.elems).erase(),
             scalars: self.control(5),
             weight_decay: HYPER.weight_decay,
+            rounding: Rounding::Nearest,
         };
         let rule: Arc<dyn UpdateRule> = Arc::new(HYPER);
         Ok(self.kernels.update(&self.stream, &rule, args)?)

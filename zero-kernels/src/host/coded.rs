@@ -13,6 +13,8 @@ use crate::kernels::EncodeSums;
 use crate::step::StepScalars;
 use crate::{Codec, Float, KernelError, Rounding, UpdateArgs, UpdateRule};
 
+/// Elements that an update decodes at a time.
+const UPDATE_ELEMS: usize = 2048;
 /// Elements that are encoded or decoded at a time: their fp32 values stay in the level-1 cache.
 const PART_ELEMS: usize = 2048;
 
@@ -122,11 +124,15 @@ pub(super) unsafe fn update(
         return rule.update(unsafe { args.as_host(0..elems, slots, scalars) }?);
     }
 
-    let mut decoded = vec![0.0; args.slots.len() * PART_ELEMS];
-    for start in (0..elems).step_by(PART_ELEMS) {
-        let range = start..elems.min(start + PART_ELEMS);
+    let mut decoded = vec![0.0; args.slots.len() * UPDATE_ELEMS];
+    for start in (0..elems).step_by(UPDATE_ELEMS) {
+        let range = start..elems.min(start + UPDATE_ELEMS);
         let mut slots = Vec::with_capacity(args.slots.len());
-        for (slot, values) in args.slots.iter().zip(decoded.chunks_exact_mut(PART_ELEMS)) {
+        for (slot, values) in args
+            .slots
+            .iter()
+            .zip(decoded.chunks_exact_mut(UPDATE_ELEMS))
+        {
             let values = &mut values[..range.len()];
             let stored = slot.slice(range.clone()).memory.bytes().typed()?;
             // SAFETY: the caller's promise; bytes may have any value.
@@ -141,7 +147,7 @@ pub(super) unsafe fn update(
                 .rounding
                 .from_elem(start)
                 .of_slot(nth, args.slots.len());
-            let values = &decoded[nth * PART_ELEMS..][..range.len()];
+            let values = &decoded[nth * UPDATE_ELEMS..][..range.len()];
             let stored = slot.slice(range.clone()).memory.bytes().typed()?;
             // SAFETY: as above, and `decode` is through with it.
             let stored = unsafe { stored.as_host_mut() };

@@ -9,5 +9,7 @@ mod laws;
 #[cfg(all(feature = "cuda", not(miri)))]
 mod loader;
 mod oracle;
+#[cfg(not(miri))]
+mod peers;
 mod remainder;
 mod step;
