@@ -110,6 +110,20 @@ pub struct AverageCodecs {
     pub positive: Codec,
 }
 
+impl AverageCodecs {
+    /// Codes of 8 bits, as 8-bit optimizers have them.
+    pub const EIGHT_BITS: Self = Self {
+        signed: Codec::Blocks(BlockFormat::Dynamic8),
+        positive: Codec::Blocks(BlockFormat::PositiveDynamic8),
+    };
+
+    /// Codes of 4 bits, as torchao's 4-bit optimizers have them.
+    pub const FOUR_BITS: Self = Self {
+        signed: Codec::Blocks(BlockFormat::Dynamic4),
+        positive: Codec::Blocks(BlockFormat::PositiveLinear4),
+    };
+}
+
 impl From<Codec> for AverageCodecs {
     fn from(codec: Codec) -> Self {
         Self {

@@ -10,7 +10,8 @@
 //! `rules/mod.rs` and `cuda/source.rs`. A kernel's parameters are, in this order: the master
 //! weights, or the parameter and its remainder; the slots; the gradient; the parameter to write, if
 //! the master is another array; `const StepScalars *`; a struct with the words of
-//! [`CudaKernel`]'s constants; `Span`.
+//! [`CudaKernel`]'s constants; `Span`, of all these arrays, or where slots are in blocks of the
+//! others.
 
 use std::fmt;
 use std::ops::Range;
@@ -264,38 +265,40 @@ impl UpdateArgs {
         }
     }
 
-    /// The arguments as Rust slices, with these `slots` in fp32.
+    /// The elements `range` as Rust slices, with these `slots` in fp32.
     ///
     /// # Safety
     /// As for [`DeviceSlice::as_host_mut`] of each: host memory, disjoint, and nothing else
     /// accesses it meanwhile.
     pub(crate) unsafe fn as_host<'a>(
         &self,
+        range: Range<usize>,
         slots: Vec<&'a mut [f32]>,
         scalars: StepScalars,
     ) -> Result<UpdateSlices<'a>, KernelError> {
+        let part = |slice: AnySlice| slice.slice(range.clone());
         let weights = match self.weights {
             Weights::Fp32 { master, param_out } => WeightSlices::Fp32 {
                 // SAFETY: the caller's promise.
-                master: unsafe { master.as_host_mut() },
+                master: unsafe { master.slice(range.clone()).as_host_mut() },
                 param_out: match param_out {
                     // SAFETY: the caller's promise.
-                    Some(param) => Some(unsafe { FloatSliceMut::of(param) }?),
+                    Some(param) => Some(unsafe { FloatSliceMut::of(part(param)) }?),
                     None => None,
                 },
             },
             Weights::Remainder { param, remainder } => WeightSlices::Remainder {
                 // SAFETY: the caller's promise.
-                param: unsafe { param.as_host_mut() },
+                param: unsafe { param.slice(range.clone()).as_host_mut() },
                 // SAFETY: the caller's promise.
-                remainder: unsafe { remainder.as_host_mut() },
+                remainder: unsafe { remainder.slice(range.clone()).as_host_mut() },
             },
         };
         Ok(UpdateSlices {
             weights,
             slots,
             // SAFETY: the caller's promise.
-            grad: unsafe { FloatSlice::of(self.grad) }?,
+            grad: unsafe { FloatSlice::of(part(self.grad)) }?,
             scalars,
             weight_decay: self.weight_decay,
         })
@@ -304,7 +307,7 @@ impl UpdateArgs {
 
 /// Names of a kernel's variants for fp32, bf16 and fp16, in the order of [`float_index`].
 macro_rules! entries {
-    ($prefix:literal) => {
+    ($prefix:expr) => {
         [
             concat!($prefix, "_f32"),
             concat!($prefix, "_bf16"),

@@ -16,9 +16,11 @@
 //! |---|---|---|
 //! | only zeros | 0 | zeros |
 //! | with an infinity or NaN | NaN | NaN, all of them |
-//! | else | see [`BlockFormat`] | the nearest values of the table; with a tie the greater one |
+//! | only zeros and subnormal values | 2^-126, the least normal number | the nearest values of the table |
+//! | else | see [`BlockFormat`] | the nearest values of the table; with a tie the greater one ([`Nf4`](BlockFormat::Nf4): the lesser) |
 //!
-//! Encoding what was decoded gives the same block again.
+//! Encoding what was decoded gives the same block again, but for one of subnormal values that
+//! decodes to zeros: that gives the block of zeros.
 
 use std::sync::LazyLock;
 
@@ -39,16 +41,19 @@ pub enum BlockFormat {
     /// 256. The table has 1 but not -1, so the scale is the value of the greatest magnitude, with its
     /// sign (the positive one of two): that value has no error.
     Dynamic8,
-    /// As `Dynamic8`, for values that are not negative: the unsigned dynamic map.
+    /// As `Dynamic8`, for values that are not negative: the unsigned dynamic map. Negative values
+    /// are encoded as 0.
     PositiveDynamic8,
     /// Codes of 4 bits, dense near 0: torchao's signed map; blocks of 128. The scale is as in
     /// `Dynamic8`.
     Dynamic4,
     /// Codes of 4 bits for values that are not negative: torchao's unsigned map, 1/16 to 1; blocks
-    /// of 128. It has no zero, so that nothing is divided by the root of one.
+    /// of 128. It has no zero, so that nothing is divided by the root of one. Negative values are
+    /// encoded as 0.
     PositiveLinear4,
     /// NormalFloat of 4 bits (Dettmers et al., arXiv 2305.14314), with the table of bitsandbytes;
-    /// blocks of 64. The scale is the greatest magnitude.
+    /// blocks of 64. The scale is the greatest magnitude. With a tie the code is the lesser one, as
+    /// in bitsandbytes.
     Nf4,
 }
 
@@ -110,21 +115,27 @@ impl BlockFormat {
         matches!(self, Self::Dynamic8 | Self::Dynamic4)
     }
 
+    /// Whether values may be negative.
+    pub const fn is_signed(self) -> bool {
+        !matches!(self, Self::PositiveDynamic8 | Self::PositiveLinear4)
+    }
+
     /// The value of each code where the scale is 1, in ascending order: 256 or 16 values. Encoding
     /// never writes code 0 of `Int8` and `Int4`.
     pub fn table(self) -> &'static [f32] {
         &TABLES[self as usize].values
     }
 
-    /// `midpoints()[i]` lies between the codes `i` and `i + 1`, so that the code of a value is the
-    /// number of midpoints at or below it.
+    /// `midpoints()[i]` is the least value of code `i + 1` where the scale is 1, so that the code of
+    /// a value is the number of midpoints at or below it.
     pub fn midpoints(self) -> &'static [f32] {
         &TABLES[self as usize].midpoints
     }
 
     /// The greatest error of a value of a finite block, relative to the magnitude of the block's
-    /// scale: half of the table's widest gap, and the rounding of fp32. For `Int8` and `Int4` that
-    /// is 1 / (2^bits - 2).
+    /// scale: half of the table's widest gap, and the roundings of fp32. For `Int8` and `Int4` that
+    /// is 1 / (2^bits - 2). It does not hold for negative values in a format that is not
+    /// [signed](Self::is_signed).
     pub fn error_bound(self) -> f32 {
         TABLES[self as usize].error_bound
     }
@@ -154,8 +165,11 @@ impl BlockFormat {
         let (scale_bytes, codes) = block.split_at_mut(size_of::<f32>());
         let scale = self.scale(values);
         scale_bytes.copy_from_slice(&scale.to_le_bytes());
-        let normal = Normalise::by(scale);
-        let code = |i| self.code(normal.of(values.get(i).copied().unwrap_or(0.0)));
+        let reciprocal = Self::reciprocal(scale);
+        let code = |i| match values.get(i) {
+            Some(value) if reciprocal != 0.0 => self.code(value * reciprocal),
+            _ => self.code(0.0),
+        };
         match self.code_bits() {
             8 => (0..).zip(codes).for_each(|(i, byte)| *byte = code(i)),
             _ => (0..)
@@ -171,13 +185,30 @@ impl BlockFormat {
         }
         let greatest = values.iter().copied().fold(0.0, f32::max);
         let least = values.iter().copied().fold(0.0, f32::min);
-        match self.has_signed_scale() {
-            true if -least > greatest => least,
-            _ => greatest.max(-least),
+        let magnitude = match self.is_signed() {
+            true => f32::max(greatest, -least),
+            false => greatest,
+        };
+        if magnitude == 0.0 {
+            return 0.0;
+        }
+        match self.has_signed_scale() && -least > greatest && magnitude >= f32::MIN_POSITIVE {
+            true => least,
+            // Products with a smaller scale would be rounded by more than the bound.
+            false => magnitude.max(f32::MIN_POSITIVE),
         }
     }
 
-    /// The code of a value that was divided by the scale.
+    /// The factor of a block's values before [`Self::code`]: 0 for a scale of 0 or NaN, where the
+    /// code of each value is that of 0.
+    pub fn reciprocal(scale: f32) -> f32 {
+        match scale == 0.0 || scale.is_nan() {
+            true => 0.0,
+            false => scale.recip(),
+        }
+    }
+
+    /// The code of a value times the [reciprocal](Self::reciprocal) of the scale.
     pub fn code(self, value: f32) -> u8 {
         let midpoints = self.midpoints();
         midpoints.partition_point(|midpoint| *midpoint <= value) as u8
@@ -200,49 +231,11 @@ impl BlockFormat {
                     _ if i % 2 == 0 => codes[i / 2] >> 4,
                     _ => codes[i / 2] & 15,
                 };
-                // The sum makes -0 of an empty block, or of a negative scale, 0.
-                *value = table[usize::from(code)] * scale + 0.0;
+                *value = table[usize::from(code)] * scale;
             }
         }
     }
 }
-
-/// Division by a block's scale: a product with its reciprocal. Scales so small that the reciprocal
-/// would not be finite are raised first.
-#[derive(Clone, Copy, Debug)]
-pub struct Normalise {
-    /// A power of two, and 1 in nearly all blocks.
-    pub raise: f32,
-    /// The reciprocal of `scale * raise`; 0 for a scale of 0 or NaN.
-    pub reciprocal: f32,
-}
-
-impl Normalise {
-    /// By this scale.
-    pub fn by(scale: f32) -> Self {
-        let raise = match scale.abs() < SMALL {
-            true => RAISE,
-            false => 1.0,
-        };
-        let raised = scale * raise;
-        let reciprocal = match raised == 0.0 || raised.is_nan() {
-            true => 0.0,
-            false => raised.recip(),
-        };
-        Self { raise, reciprocal }
-    }
-
-    /// The value divided by the scale; 0 in a block whose scale is 0 or NaN.
-    pub fn of(self, value: f32) -> f32 {
-        if self.reciprocal == 0.0 {
-            return 0.0;
-        }
-        value * self.raise * self.reciprocal
-    }
-}
-
-const SMALL: f32 = 1.0 / RAISE;
-const RAISE: f32 = (1_u128 << 64) as f32;
 
 struct Table {
     values: Vec<f32>,
@@ -261,19 +254,29 @@ static TABLES: LazyLock<[Table; 7]> = LazyLock::new(|| {
             BlockFormat::PositiveLinear4 => (1..=16).map(|code| code as f32 / 16.0).collect(),
             BlockFormat::Nf4 => NF4.to_vec(),
         };
-        Table::new(values)
+        let ties_up = format != BlockFormat::Nf4;
+        Table::new(values, ties_up)
     })
 });
 
 impl Table {
-    fn new(values: Vec<f32>) -> Self {
+    fn new(values: Vec<f32>, ties_up: bool) -> Self {
         let pairs = || values.windows(2);
-        let midpoint = |pair: &[f32]| ((f64::from(pair[0]) + f64::from(pair[1])) / 2.0) as f32;
+        let midpoint = |pair: &[f32]| {
+            // The first code of even tables is never written, not even where -1 is rounded down.
+            if pair[0] == pair[1] {
+                return f32::NEG_INFINITY;
+            }
+            let middle = ((f64::from(pair[0]) + f64::from(pair[1])) / 2.0) as f32;
+            if ties_up { middle } else { middle.next_up() }
+        };
         let gap = |pair: &[f32]| f64::from(pair[1]) - f64::from(pair[0]);
         let widest = pairs().map(gap).fold(0.0, f64::max);
         // A table that does not reach -1 or 0 is that far from the values there.
         let below = f64::from(values[0]) + if values[0] < 0.0 { 1.0 } else { 0.0 };
-        let error_bound = (widest / 2.0).max(below) + 3.0 * f64::from(f32::EPSILON);
+        // In units of EPSILON: the reciprocal is wrong by at most 1/2, and by 2 where it is subnormal;
+        // its product with the value, the product with the table's value, midpoint and table by 1/2.
+        let error_bound = (widest / 2.0).max(below) + 4.0 * f64::from(f32::EPSILON);
         Self {
             midpoints: pairs().map(midpoint).collect(),
             error_bound: error_bound as f32,

@@ -48,7 +48,7 @@ mod topology;
 mod traffic;
 
 pub use activations::{ActivationBytes, ActivationOptions, TransformerShape};
-pub use blocks::{BlockFormat, Normalise};
+pub use blocks::BlockFormat;
 pub use bucket::{BucketPiece, bucket_pieces};
 pub use error::ShardError;
 pub use footprint::{Footprint, MemoryModel, Placement, Tier, TierBytes, largest};

@@ -21,7 +21,7 @@ use std::path::Path;
 const CLOSED: [(&str, &str); 6] = [
     (
         "zero-shard",
-        "BucketPiece ElemLocation Home LayoutSpec Move Normalise ParamId ParamPiece ParamSpec Placement ShardPiece \
+        "BucketPiece ElemLocation Home LayoutSpec Move ParamId ParamPiece ParamSpec Placement ShardPiece \
          StateBytes StoredPiece TensorCut TensorPiece TensorRun Tie Tier TransformerShape UnitSpec Widths \
          WireFormat ZeroStage",
     ),

@@ -7,16 +7,15 @@ use zero_alloc::cuda::{CudaDevice, CudaStream, Function};
 use zero_alloc::device::{
     AnySlice, DType, Device, DeviceError, DeviceId, DeviceSlice, Memory, Stream,
 };
-
 use zero_shard::BlockFormat;
 
 use super::launch::{self, EVERY_KERNEL_BYTES, Launch, Param};
 use super::source::SOURCES;
-use super::{Functions, Loader};
+use super::{Functions, Loader, launch_blocks};
 use crate::step::RankStats;
 use crate::{
-    AdvanceArgs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels, Segments,
-    UpdateArgs, UpdateRule, check,
+    AdvanceArgs, AverageCodecs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels,
+    Segments, UpdateArgs, UpdateRule,
 };
 
 /// The operations on one GPU's streams. A clone is another handle of the same kernels.
@@ -177,32 +176,40 @@ unsafe impl Kernels<CudaDevice> for CudaKernels {
     }
 
     fn updates(&self, codec: Codec) -> bool {
-        codec == Codec::Fp32
+        let averages = [
+            Codec::Fp32.into(),
+            AverageCodecs::EIGHT_BITS,
+            AverageCodecs::FOUR_BITS,
+        ];
+        averages
+            .iter()
+            .any(|codecs| [codecs.signed, codecs.positive].contains(&codec))
     }
 
     fn encode_blocks(
         &self,
-        _stream: &CudaStream,
+        stream: &CudaStream,
         format: BlockFormat,
         src: AnySlice,
         blocks: AnySlice,
         feedback: Option<Feedback>,
         sums: Option<DeviceSlice<EncodeSums>>,
     ) -> Result<(), KernelError> {
-        check::encode_blocks(self.id(), format, (src, blocks), feedback, sums)?;
-        todo!("helper: the kernel")
+        let arrays = (src, blocks);
+        let launch = launch_blocks::encode_blocks(self.id(), format, arrays, feedback, sums)?;
+        self.enqueue(stream, "encode_blocks", launch)
     }
 
     fn decode_blocks(
         &self,
-        _stream: &CudaStream,
+        stream: &CudaStream,
         format: BlockFormat,
         blocks: AnySlice,
         parts: usize,
         dst: AnySlice,
     ) -> Result<(), KernelError> {
-        check::decode_blocks(self.id(), format, (blocks, parts), dst)?;
-        todo!("helper: the kernel")
+        let launch = launch_blocks::decode_blocks(self.id(), format, (blocks, parts), dst)?;
+        self.enqueue(stream, "decode_blocks", launch)
     }
 
     fn pack(

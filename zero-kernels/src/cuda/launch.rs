@@ -5,13 +5,14 @@ use std::ffi::c_void;
 
 use zero_alloc::device::{AnySlice, DType, DeviceId, DeviceSlice};
 
+use super::launch_blocks;
 use super::span::{Span, THREADS, grid};
 use crate::host::stats_order::CHUNK_ELEMS;
 use crate::rule::{entries, float_index};
 use crate::step::RankStats;
 use crate::{
-    AdvanceArgs, Codec, GradStats, KernelError, Rounding, Segments, UpdateArgs, UpdateRule,
-    Weights, check, rules,
+    AdvanceArgs, AverageCodecs, Codec, CodedSlice, GradStats, KernelError, Rounding, Segments,
+    UpdateArgs, UpdateRule, Weights, check, rules,
 };
 
 /// The most ranges of one launch (`RANGES` of cuda/prelude.cuh). Their addresses are kernel
@@ -133,7 +134,12 @@ pub(super) struct Launch {
 
 impl Launch {
     /// A launch over a flat range; the span is the kernel's last parameter.
-    fn flat(source: &'static str, entry: &'static str, span: Span, mut params: Vec<Param>) -> Self {
+    pub(super) fn flat(
+        source: &'static str,
+        entry: &'static str,
+        span: Span,
+        mut params: Vec<Param>,
+    ) -> Self {
         params.push(Param::Span(span));
         Self {
             source,
@@ -157,7 +163,7 @@ impl Launch {
 }
 
 /// The index of a dtype in `entries!`.
-fn index(what: &'static str, dtype: DType) -> Result<usize, KernelError> {
+pub(super) fn index(what: &'static str, dtype: DType) -> Result<usize, KernelError> {
     float_index(dtype).ok_or(KernelError::Unsupported { what, dtype })
 }
 
@@ -188,14 +194,28 @@ pub(super) fn update(
             (vec![param.erase(), remainder], None)
         }
     };
-    streams.extend(args.slots.iter().map(|slot| slot.memory));
-    streams.push(args.grad);
-    streams.extend(param_out);
-
-    let mut params: Vec<Param> = streams.iter().copied().map(Param::from).collect();
+    let slots = args.slots.iter().map(|slot| slot.memory);
+    let others = [args.grad].into_iter().chain(param_out);
+    let arrays = streams
+        .iter()
+        .copied()
+        .chain(slots.clone())
+        .chain(others.clone());
+    let mut params: Vec<Param> = arrays.map(Param::from).collect();
     params.push(args.scalars.into());
     params.push(Param::Words(kernel.constants));
-    let span = Span::of(&streams);
+
+    let in_blocks = |codec: &Codec| matches!(codec, Codec::Blocks(_));
+    let span = match form.slots.iter().any(in_blocks) {
+        true => {
+            streams.extend(others);
+            Span::from_start(&streams)
+        }
+        false => {
+            streams.extend(slots.chain(others));
+            Span::of(&streams)
+        }
+    };
     Ok(Launch::flat(kernel.source, kernel.entry, span, params))
 }
 
@@ -411,21 +431,30 @@ pub(super) const EVERY_KERNEL_BYTES: usize = SLOTS * SLOT_BYTES;
 
 /// Zeroed memory of which only addresses are used: [`EVERY_KERNEL_BYTES`] bytes.
 #[derive(Clone, Copy)]
-struct Slots {
+pub(super) struct Slots {
     address: usize,
-    device: DeviceId,
+    pub(super) device: DeviceId,
 }
 
 impl Slots {
-    fn slot<T>(self, nth: usize, len: usize) -> DeviceSlice<T> {
+    pub(super) fn slot<T>(self, nth: usize, len: usize) -> DeviceSlice<T> {
         debug_assert!(nth < SLOTS && len * size_of::<T>() <= SLOT_BYTES);
         let at = std::ptr::without_provenance_mut(self.address + nth * SLOT_BYTES);
         // SAFETY: only the address and the length are used here; the launcher provides the memory.
         unsafe { DeviceSlice::from_raw_parts(at, len, self.device) }
     }
 
+    /// An empty array in a format.
+    fn coded(self, codec: Codec) -> CodedSlice {
+        let memory = match codec.dtype() {
+            DType::U8 => self.none::<u8>().erase(),
+            _ => self.none::<f32>().erase(),
+        };
+        CodedSlice::new(codec, memory)
+    }
+
     /// An empty range.
-    fn none<T>(self) -> DeviceSlice<T> {
+    pub(super) fn none<T>(self) -> DeviceSlice<T> {
         self.slot(0, 0)
     }
 }
@@ -478,18 +507,27 @@ fn kernels_of_grad(
             param: slots.none(),
             remainder: slots.none(),
         };
+        let averages = [
+            Codec::Fp32.into(),
+            AverageCodecs::EIGHT_BITS,
+            AverageCodecs::FOUR_BITS,
+        ];
         for weights in masters.chain([remainder]) {
-            let args = UpdateArgs {
-                weights,
-                slots: vec![slots.none::<f32>().into(); rule.slots(Codec::Fp32.into()).len()],
-                grad,
-                scalars: slots.slot(1, 1),
-                weight_decay: 0.0,
-                rounding: Rounding::Nearest,
-            };
-            launches.push(update(device, &*rule, &args)?);
+            for averages in averages {
+                let of_rule = rule.slots(averages).into_iter();
+                let args = UpdateArgs {
+                    weights,
+                    slots: of_rule.map(|slot| slots.coded(slot.codec)).collect(),
+                    grad,
+                    scalars: slots.slot(1, 1),
+                    weight_decay: 0.0,
+                    rounding: Rounding::Nearest,
+                };
+                launches.push(update(device, &*rule, &args)?);
+            }
         }
     }
+    launches.extend(launch_blocks::every_kernel(slots, grad)?);
 
     for dst in floats {
         launches.push(cast(device, grad, dst, 1.0)?);
@@ -852,7 +890,7 @@ mod tests {
         entries.dedup();
         assert_eq!(
             entries.len(),
-            12 + 3 + 9 + 9 + 3 + 4 + 2,
+            3 * (12 + 3) + 9 + 9 + 9 + 9 + 3 + 4 + 2,
             "each kernel once"
         );
 

@@ -7,6 +7,9 @@
 //! | file | operation | host version |
 //! |---|---|---|
 //! | src/rules/adam/adam.cu | AdamW and Adam with fp32 masters, or on bf16 parameters with 16-bit remainders | [`adam::adam`](crate::adam::adam()), [`adam::adam_remainder`](crate::adam::adam_remainder) |
+//! | src/rules/adam/adam_blocks.cu | the same, with moments in blocks of 8 or 4 bits | decoding, the above, encoding |
+//! | cuda/encode_blocks.cu | encoding with error feedback and sums of errors | [`host::encode_blocks`](crate::host::encode_blocks) |
+//! | cuda/decode_blocks.cu | sums of arrays in blocks | [`host::decode_blocks`](crate::host::decode_blocks) |
 //! | cuda/cast.cu | conversion with a scale | [`host::cast`](crate::host::cast()) |
 //! | cuda/accumulate.cu | sum over micro-batches | [`host::accumulate`](crate::host::accumulate()) |
 //! | cuda/grad_stats.cu | norm and non-finite count, two stages | [`host::grad_stats`](crate::host::grad_stats()) |
@@ -25,6 +28,7 @@ mod cache;
 mod error;
 mod kernels;
 mod launch;
+mod launch_blocks;
 mod loader;
 mod nvrtc;
 mod source;

@@ -10,20 +10,39 @@ pub struct KernelSource {
     body: &'static str,
 }
 
+/// Sources, each made of its lines of definitions and its files, the last of which has its name.
 macro_rules! sources {
-    ($($folder:literal $name:literal),*) => {
-        [$(KernelSource { name: $name, body: include_str!(concat!("../../", $folder, $name)) }),*]
+    ($($name:literal: $($definition:literal)? [$($folder:literal $file:literal),*]),* $(,)?) => {
+        [$(KernelSource {
+            name: $name,
+            body: concat!(
+                $($definition, "\n",)?
+                $("#line 1 \"", $file, "\"\n", include_str!(concat!("../../", $folder, $file)), "\n"),*
+            ),
+        }),*]
     };
 }
 
 /// The sources of this crate.
-pub(super) const SOURCES: [KernelSource; 6] = sources![
-    "src/rules/adam/" "adam.cu",
-    "cuda/" "cast.cu",
-    "cuda/" "pack.cu",
-    "cuda/" "accumulate.cu",
-    "cuda/" "grad_stats.cu",
-    "cuda/" "step.cu"
+pub(super) const SOURCES: [KernelSource; 10] = sources![
+    "adam.cu": ["src/rules/adam/" "element.cuh", "src/rules/adam/" "adam.cu"],
+    "adam8.cu": "#define CODE_BITS 8" [
+        "cuda/" "blocks.cuh",
+        "src/rules/adam/" "element.cuh",
+        "src/rules/adam/" "adam_blocks.cu"
+    ],
+    "adam4.cu": "#define CODE_BITS 4" [
+        "cuda/" "blocks.cuh",
+        "src/rules/adam/" "element.cuh",
+        "src/rules/adam/" "adam_blocks.cu"
+    ],
+    "encode_blocks.cu": ["cuda/" "blocks.cuh", "cuda/" "encode_blocks.cu"],
+    "decode_blocks.cu": ["cuda/" "blocks.cuh", "cuda/" "decode_blocks.cu"],
+    "cast.cu": ["cuda/" "cast.cu"],
+    "pack.cu": ["cuda/" "pack.cu"],
+    "accumulate.cu": ["cuda/" "accumulate.cu"],
+    "grad_stats.cu": ["cuda/" "grad_stats.cu"],
+    "step.cu": ["cuda/" "step.cu"],
 ];
 
 impl KernelSource {

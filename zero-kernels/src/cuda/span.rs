@@ -43,6 +43,20 @@ impl Span {
         Self::best(streams.first().map_or(0, |s| s.len() as u64), &streams_at)
     }
 
+    /// The partition whose first tile starts at the first element: of streams beside blocks, which
+    /// are in tiles.
+    pub(super) fn from_start(streams: &[AnySlice]) -> Self {
+        let is_aligned = |s: &AnySlice| (s.as_ptr() as u64).is_multiple_of(WIDE_BYTES);
+        let wide = (0..)
+            .zip(streams)
+            .map(|(i, s)| u32::from(is_aligned(s)) << i);
+        Self {
+            len: streams.first().map_or(0, |s| s.len() as u64),
+            head: 0,
+            wide: wide.sum(),
+        }
+    }
+
     /// The partition with the most bytes in 16-byte accesses, for streams of `len` elements as
     /// (address, element bytes).
     fn best(len: u64, streams: &[(u64, u64)]) -> Self {

@@ -7,12 +7,15 @@ use zero_alloc::device::DType;
 use zero_shard::BlockFormat;
 
 use super::update::{FloatSlice, with_floats};
+use super::{accumulate, block_codes, cast};
 use crate::check::same_len;
 use crate::kernels::EncodeSums;
 use crate::step::StepScalars;
 use crate::{Codec, Float, KernelError, Rounding, UpdateArgs, UpdateRule};
 
-/// Elements that are decoded at a time: their fp32 values stay in the level-1 cache.
+/// Elements that an update decodes at a time.
+const UPDATE_ELEMS: usize = 2048;
+/// Elements that are encoded or decoded at a time: their fp32 values stay in the level-1 cache.
 const PART_ELEMS: usize = 2048;
 
 impl Codec {
@@ -29,7 +32,7 @@ impl Codec {
                     *value = Float::to_f32(bf16::from_le_bytes(*stored));
                 }
             }
-            Self::Blocks(format) => format.decode(stored, values),
+            Self::Blocks(format) => block_codes::decode(format, stored, values),
             Self::Remainders => return Err(no_values("decode")),
         }
         Ok(())
@@ -57,7 +60,7 @@ impl Codec {
                 let stored = stored.as_chunks_mut::<2>().0;
                 round_stochastically(values, stored, seed, first);
             }
-            (Self::Blocks(format), _) => format.encode(values, stored),
+            (Self::Blocks(format), _) => block_codes::encode(format, values, stored),
             (Self::Remainders, _) => return Err(no_values("encode")),
         }
         Ok(())
@@ -110,6 +113,7 @@ pub(super) unsafe fn update(
     args: &UpdateArgs,
     scalars: StepScalars,
 ) -> Result<(), KernelError> {
+    let elems = args.elems();
     if args.slots.iter().all(|slot| slot.codec == Codec::Fp32) {
         let slots = args.slots.iter().map(|slot| {
             // SAFETY: the caller's promise.
@@ -117,30 +121,37 @@ pub(super) unsafe fn update(
         });
         let slots = slots.collect::<Result<_, KernelError>>()?;
         // SAFETY: the caller's promise.
-        return rule.update(unsafe { args.as_host(slots, scalars) }?);
+        return rule.update(unsafe { args.as_host(0..elems, slots, scalars) }?);
     }
 
-    let mut decoded = vec![0.0; args.slots.len() * PART_ELEMS];
-    for start in (0..args.elems()).step_by(PART_ELEMS) {
-        let args = args.slice(start..args.elems().min(start + PART_ELEMS));
-        let elems = args.elems();
-        let mut slots: Vec<&mut [f32]> = Vec::new();
-        let mut stored: Vec<&mut [u8]> = Vec::new();
-        for (slot, values) in args.slots.iter().zip(decoded.chunks_exact_mut(PART_ELEMS)) {
+    let mut decoded = vec![0.0; args.slots.len() * UPDATE_ELEMS];
+    for start in (0..elems).step_by(UPDATE_ELEMS) {
+        let range = start..elems.min(start + UPDATE_ELEMS);
+        let mut slots = Vec::with_capacity(args.slots.len());
+        for (slot, values) in args
+            .slots
+            .iter()
+            .zip(decoded.chunks_exact_mut(UPDATE_ELEMS))
+        {
+            let values = &mut values[..range.len()];
+            let stored = slot.slice(range.clone()).memory.bytes().typed()?;
             // SAFETY: the caller's promise; bytes may have any value.
-            let bytes: &mut [u8] = unsafe { slot.memory.bytes().typed()?.as_host_mut() };
-            slot.codec.decode(bytes, &mut values[..elems])?;
-            slots.push(&mut values[..elems]);
-            stored.push(bytes);
+            slot.codec.decode(unsafe { stored.as_host() }, values)?;
+            slots.push(values);
         }
         // SAFETY: the caller's promise.
-        rule.update(unsafe { args.as_host(slots, scalars) }?)?;
+        rule.update(unsafe { args.as_host(range.clone(), slots, scalars) }?)?;
 
-        let values = decoded.chunks_exact(PART_ELEMS);
-        for (nth, (bytes, values)) in stored.into_iter().zip(values).enumerate() {
-            let rounding = args.rounding.of_slot(nth, args.slots.len());
-            let codec = args.slots[nth].codec;
-            codec.encode(&values[..elems], bytes, rounding)?;
+        for (nth, slot) in args.slots.iter().enumerate() {
+            let rounding = args
+                .rounding
+                .from_elem(start)
+                .of_slot(nth, args.slots.len());
+            let values = &decoded[nth * UPDATE_ELEMS..][..range.len()];
+            let stored = slot.slice(range.clone()).memory.bytes().typed()?;
+            // SAFETY: as above, and `decode` is through with it.
+            let stored = unsafe { stored.as_host_mut() };
+            slot.codec.encode(values, stored, rounding)?;
         }
     }
     Ok(())
@@ -167,33 +178,33 @@ pub fn encode_blocks(
         same_len("encode_blocks: sums", EncodeSums::count(elems), sums.len())?;
     }
 
+    let mut threads = ThreadSums::default();
     let mut values = [0.0; PART_ELEMS];
     let mut decoded = [0.0; PART_ELEMS];
     for start in (0..elems).step_by(PART_ELEMS) {
         let end = elems.min(start + PART_ELEMS);
         let values = &mut values[..end - start];
         let decoded = &mut decoded[..end - start];
-        with_floats!(FloatSlice, src, src => {
-            let src = src[start..end].iter();
-            values.iter_mut().zip(src).for_each(|(to, from)| *to = Float::to_f32(*from));
-        });
-        if let Some((error, _)) = &feedback {
-            let error = error[start..end].iter();
-            values
-                .iter_mut()
-                .zip(error)
-                .for_each(|(to, error)| *to += error);
-        }
+        let values = match (src, &feedback) {
+            (FloatSlice::F32(src), None) => &src[start..end],
+            _ => {
+                with_floats!(FloatSlice, src, src => cast(&src[start..end], values, 1.0))?;
+                if let Some((error, _)) = &feedback {
+                    accumulate(&error[start..end], values)?;
+                }
+                &*values
+            }
+        };
         let blocks = &mut blocks[format.bytes(start)..][..format.bytes(end - start)];
-        format.encode(values, blocks);
+        block_codes::encode(format, values, blocks);
         if feedback.is_none() && sums.is_none() {
             continue;
         }
 
-        format.decode(blocks, decoded);
+        block_codes::decode(format, blocks, decoded);
         if let Some((error, keep)) = &mut feedback {
             let error = error[start..end].iter_mut();
-            for ((error, value), decoded) in error.zip(&*values).zip(&*decoded) {
+            for ((error, value), decoded) in error.zip(values).zip(&*decoded) {
                 let missing = value - decoded;
                 // A step with infinities is skipped: they must not stay.
                 let missing = if missing.is_finite() { missing } else { 0.0 };
@@ -201,10 +212,96 @@ pub fn encode_blocks(
             }
         }
         if let Some(sums) = &mut sums {
-            sums[start / EncodeSums::ELEMS].add(format, values, decoded, blocks);
+            threads.add(format, values, decoded, blocks);
+            if end == elems || end.is_multiple_of(EncodeSums::ELEMS) {
+                std::mem::take(&mut threads).add_to(&mut sums[start / EncodeSums::ELEMS]);
+            }
         }
     }
     Ok(())
+}
+
+/// The sums of an entry in the order of its kernel's threads: of each of 8 warps of 32 lanes, the
+/// pairwise sums of 8 elements of each of its tiles. A part has a tile for each warp.
+struct ThreadSums([[f64; 3]; THREADS]);
+
+const THREADS: usize = PART_ELEMS / GROUP;
+const GROUP: usize = 8;
+
+impl Default for ThreadSums {
+    fn default() -> Self {
+        Self([[0.0; 3]; THREADS])
+    }
+}
+
+impl ThreadSums {
+    /// Adds a part, the last block of which may have fewer values.
+    fn add(&mut self, format: BlockFormat, values: &[f32], decoded: &[f32], blocks: &[u8]) {
+        // Two neighbouring threads have 16 elements: a run of 4, the other's run, and again.
+        let pairs = values.chunks(2 * GROUP).zip(decoded.chunks(2 * GROUP));
+        let threads = self.0.as_chunks_mut::<2>().0;
+        for (nth, ((values, decoded), threads)) in pairs.zip(threads).enumerate() {
+            let block = nth * 2 * GROUP / format.elems() * format.block_bytes();
+            let scale = blocks[block..]
+                .first_chunk()
+                .map_or(0.0, |scale| f32::from_le_bytes(*scale));
+            if scale.is_nan() {
+                continue;
+            }
+            let most = f64::from(format.error_bound()) * f64::from(scale.abs());
+            let mut errors = [0.0; 2 * GROUP];
+            let mut squares = [0.0; 2 * GROUP];
+            for (i, (value, decoded)) in values.iter().zip(decoded).enumerate() {
+                let (value, error) = (f64::from(*value), f64::from(*value) - f64::from(*decoded));
+                errors[i] = error * error;
+                squares[i] = value * value;
+            }
+            for (thread, [error_sq, bound_sq, value_sq]) in threads.iter_mut().enumerate() {
+                let first = thread * GROUP / 2;
+                let own = [
+                    first..first + GROUP / 2,
+                    first + GROUP..first + GROUP + GROUP / 2,
+                ];
+                let count: usize = own
+                    .iter()
+                    .map(|run| values.len().clamp(run.start, run.end) - run.start)
+                    .sum();
+                *error_sq += pairwise(&errors, first);
+                *bound_sq += most * most * count as f64;
+                *value_sq += pairwise(&squares, first);
+            }
+        }
+    }
+
+    /// Adds the sum of all threads.
+    fn add_to(mut self, sums: &mut EncodeSums) {
+        let mut halve = |stride: usize, most: usize| {
+            let mut half = most / 2;
+            while half > 0 {
+                for warp in (0..THREADS).step_by(most * stride) {
+                    for i in 0..half {
+                        for sum in 0..3 {
+                            self.0[warp + i * stride][sum] +=
+                                self.0[warp + (i + half) * stride][sum];
+                        }
+                    }
+                }
+                half /= 2;
+            }
+        };
+        halve(1, 32);
+        halve(32, THREADS / 32);
+        let [error_sq, bound_sq, value_sq] = self.0[0];
+        sums.error_sq += error_sq;
+        sums.bound_sq += bound_sq;
+        sums.value_sq += value_sq;
+    }
+}
+
+/// The sum of a thread's 8 of 16 elements, from `first` on.
+fn pairwise(x: &[f64; 2 * GROUP], first: usize) -> f64 {
+    let four: [f64; 4] = std::array::from_fn(|i| x[first + i] + x[first + i + GROUP]);
+    (four[0] + four[2]) + (four[1] + four[3])
 }
 
 /// Writes to `dst` the elements from `first` on of the sum of `parts` arrays of `elems` elements,
@@ -229,10 +326,10 @@ pub fn decode_blocks<T: Float>(
         for part in 0..parts {
             let blocks = &blocks[part * bytes + start..][..format.bytes(dst.len())];
             if part == 0 {
-                format.decode(blocks, sum);
+                block_codes::decode(format, blocks, sum);
                 continue;
             }
-            format.decode(blocks, decoded);
+            block_codes::decode(format, blocks, decoded);
             sum.iter_mut()
                 .zip(&*decoded)
                 .for_each(|(sum, value)| *sum += value);

@@ -12,6 +12,7 @@
 //! - grad_stats sums in fp64 in an order fixed by the length alone (see [`grad_stats`]).
 
 mod accumulate;
+pub(crate) mod block_codes;
 mod cast;
 mod coded;
 mod grad_stats;

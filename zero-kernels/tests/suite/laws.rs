@@ -8,7 +8,7 @@ use zero_kernels::{AdamScalars, Float, GradStats, reference};
 
 use crate::common::{assert_same, hyper, scalars, squares, values};
 
-fn config(cases: u32) -> ProptestConfig {
+pub(crate) fn config(cases: u32) -> ProptestConfig {
     let factor = std::env::var("ZERO_PROPTEST_FACTOR")
         .ok()
         .and_then(|f| f.parse().ok())

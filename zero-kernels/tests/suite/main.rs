@@ -1,5 +1,7 @@
 //! The operations over Rust slices and the run-time compilation of kernels.
 
+#[cfg(not(miri))]
+mod blocks_on_host;
 #[path = "../common/mod.rs"]
 mod common;
 #[cfg(not(miri))]
@@ -7,5 +9,7 @@ mod laws;
 #[cfg(all(feature = "cuda", not(miri)))]
 mod loader;
 mod oracle;
+#[cfg(not(miri))]
+mod peers;
 mod remainder;
 mod step;

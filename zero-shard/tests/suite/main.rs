@@ -1,5 +1,6 @@
 //! Properties of layouts, their parts, resharding and formulas.
 
+mod block_formats;
 mod formulas;
 mod layout;
 mod parts;

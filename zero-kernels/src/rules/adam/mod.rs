@@ -254,28 +254,63 @@ impl UpdateRule for AdamHyper {
 
     fn cuda_kernel(&self, form: &UpdateForm, weight_decay: f64) -> Option<CudaKernel> {
         let grad = float_index(form.grad)?;
+        let averages = [form.slots.first(), form.slots.get(1)];
+        let bits =
+            |codecs: AverageCodecs| averages == [Some(&codecs.signed), Some(&codecs.positive)];
+        let kernels = match () {
+            () if bits(Codec::Fp32.into()) => &KERNELS,
+            () if bits(AverageCodecs::EIGHT_BITS) => &KERNELS_8,
+            () if bits(AverageCodecs::FOUR_BITS) => &KERNELS_4,
+            () => return None,
+        };
         let entry = match form.weights {
-            WeightsForm::Remainder => entries!("adam_remainder")[grad],
-            WeightsForm::Fp32 { param_out: None } => entries!("adam")[grad],
+            WeightsForm::Remainder => kernels.remainder[grad],
+            WeightsForm::Fp32 { param_out: None } => kernels.master[grad],
             WeightsForm::Fp32 {
                 param_out: Some(param),
-            } => {
-                let names = [
-                    entries!("adam_f32"),
-                    entries!("adam_bf16"),
-                    entries!("adam_f16"),
-                ];
-                names[grad][float_index(param)?]
-            }
+            } => kernels.param[grad][float_index(param)?],
         };
-        (form.slots == [Codec::Fp32; 2]).then(|| CudaKernel {
+        let tables = form.slots.iter().filter_map(|codec| match codec {
+            Codec::Blocks(format) => Some(format.table()),
+            _ => None,
+        });
+        let mut constants = constants(self, weight_decay);
+        constants.extend(tables.flatten().map(|value| value.to_bits()));
+        Some(CudaKernel {
             form: form.clone(),
-            source: "adam.cu",
+            source: kernels.source,
             entry,
-            constants: constants(self, weight_decay),
+            constants,
         })
     }
 }
+
+/// The kernels for moments of a format: names by dtype of the gradient, and of the parameter.
+struct Kernels {
+    source: &'static str,
+    master: [&'static str; 3],
+    param: [[&'static str; 3]; 3],
+    remainder: [&'static str; 3],
+}
+
+macro_rules! kernels {
+    ($source:literal, $prefix:literal) => {
+        Kernels {
+            source: $source,
+            master: entries!($prefix),
+            param: [
+                entries!(concat!($prefix, "_f32")),
+                entries!(concat!($prefix, "_bf16")),
+                entries!(concat!($prefix, "_f16")),
+            ],
+            remainder: entries!(concat!($prefix, "_remainder")),
+        }
+    };
+}
+
+const KERNELS: Kernels = kernels!("adam.cu", "adam");
+const KERNELS_8: Kernels = kernels!("adam8.cu", "adam8");
+const KERNELS_4: Kernels = kernels!("adam4.cu", "adam4");
 
 /// `base` to the power of `exponent` by squaring, from the highest bit down: the same products, so
 /// the same bits, on every machine (library `pow` functions differ in the last place).

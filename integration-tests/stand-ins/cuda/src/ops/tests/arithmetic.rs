@@ -48,6 +48,9 @@ fn integers_add_multiply_and_divide() {
         u64::from((a as i32).min(b as i32) as u32)
     });
     check("max.u64 %d, %a, %b;", &all, |[a, b, _]| a.max(b));
+    check("max.relu.s32 %r, %x, %y;", &all, |[a, b, _]| {
+        u64::from((a as i32).max(b as i32).max(0) as u32)
+    });
 }
 
 #[test]

@@ -1,0 +1,381 @@
+//! Block formats by SIMD: the bits of [`BlockFormat::encode`] and [`BlockFormat::decode`].
+//!
+//! A code is found by one lookup. The upper bits of a value are the number of a *bucket*: a range so
+//! narrow that at most one midpoint lies in it. The bucket's entry has the code of its first value
+//! in the upper 8 bits, and 2^24 less the midpoint's place in the bucket below them. Added to the
+//! place of the value, a value at or above the midpoint carries into the code.
+
+use std::sync::LazyLock;
+
+use multiversion::multiversion;
+use zero_shard::BlockFormat;
+
+/// Bits of a value's place in its bucket, and buckets, for codes of 8 bits. Of the larger tables a
+/// block touches the buckets between its least and its greatest magnitude: 512 bytes for each power
+/// of two.
+const SHIFT_8: u32 = 16;
+const BUCKETS_8: usize = 1 << (32 - SHIFT_8);
+/// As for 8 bits.
+const SHIFT_4: u32 = 20;
+const BUCKETS_4: usize = 1 << (32 - SHIFT_4);
+/// Elements of the largest block.
+const MOST_ELEMS: usize = 256;
+
+/// A format's tables.
+enum Coder {
+    /// Codes of 8 bits.
+    Eight(Tables<256, BUCKETS_8>),
+    /// Codes of 4 bits, and the two values of each byte.
+    Four(Tables<16, BUCKETS_4>, Box<[[f32; 2]; 256]>),
+}
+
+/// The tables of codes.
+struct Tables<const CODES: usize, const BUCKETS: usize> {
+    /// The value of each code.
+    values: [f32; CODES],
+    /// The entry of each bucket.
+    buckets: Box<[u32; BUCKETS]>,
+}
+
+static CODERS: [LazyLock<Coder>; BlockFormat::ALL.len()] = [
+    LazyLock::new(|| Coder::new(BlockFormat::ALL[0])),
+    LazyLock::new(|| Coder::new(BlockFormat::ALL[1])),
+    LazyLock::new(|| Coder::new(BlockFormat::ALL[2])),
+    LazyLock::new(|| Coder::new(BlockFormat::ALL[3])),
+    LazyLock::new(|| Coder::new(BlockFormat::ALL[4])),
+    LazyLock::new(|| Coder::new(BlockFormat::ALL[5])),
+    LazyLock::new(|| Coder::new(BlockFormat::ALL[6])),
+];
+
+impl Coder {
+    /// Those of a format, made at the first call.
+    fn of(format: BlockFormat) -> &'static Self {
+        &CODERS[format as usize]
+    }
+
+    fn new(format: BlockFormat) -> Self {
+        let table = format.table();
+        match format.code_bits() {
+            8 => Self::Eight(Tables {
+                values: std::array::from_fn(|code| table[code]),
+                buckets: buckets::<SHIFT_8, BUCKETS_8>(format),
+            }),
+            _ => {
+                let tables = Tables {
+                    values: std::array::from_fn(|code| table[code]),
+                    buckets: buckets::<SHIFT_4, BUCKETS_4>(format),
+                };
+                let pair = |byte: usize| [table[byte >> 4], table[byte & 15]];
+                Self::Four(tables, Box::new(std::array::from_fn(pair)))
+            }
+        }
+    }
+}
+
+impl<const CODES: usize, const BUCKETS: usize> Tables<CODES, BUCKETS> {
+    /// The code of a value times the block's reciprocal: [`BlockFormat::code`].
+    #[inline(always)]
+    fn code(&self, value: f32) -> u8 {
+        let shift = u32::BITS - BUCKETS.ilog2();
+        let key = key(value);
+        let within = key & ((1 << shift) - 1);
+        (self.buckets[(key >> shift) as usize].wrapping_add(within) >> 24) as u8
+    }
+}
+
+/// A number that ascends with the value.
+#[inline(always)]
+fn key(value: f32) -> u32 {
+    let bits = value.to_bits();
+    bits ^ ((bits as i32 >> 31) as u32 | 1 << 31)
+}
+
+/// The entries of all buckets of a format.
+fn buckets<const SHIFT: u32, const BUCKETS: usize>(format: BlockFormat) -> Box<[u32; BUCKETS]> {
+    let code = |key: u32| {
+        let bits = if key >> 31 == 1 {
+            key ^ (1 << 31)
+        } else {
+            !key
+        };
+        // Values beyond 1, of which infinities and NaNs have keys too, are not encoded.
+        let value = f32::from_bits(bits);
+        let beyond = if bits >> 31 == 0 { 2.0 } else { -2.0 };
+        u32::from(format.code(if value.abs() <= 2.0 { value } else { beyond }))
+    };
+    let entry = |bucket: usize| {
+        let start = (bucket as u32) << SHIFT;
+        let base = code(start);
+        let last = (1 << SHIFT) - 1;
+        let (mut low, mut high) = (0, last + 1);
+        // The first place of the next code, or the end.
+        while low < high {
+            let middle = low + (high - low) / 2;
+            match code(start + middle.min(last)) == base {
+                true => low = middle + 1,
+                false => high = middle,
+            }
+        }
+        let beyond = low.min(last + 1);
+        debug_assert!(code(start + last) <= base + 1, "one midpoint in a bucket");
+        (base << 24) + ((1 << 24) - beyond)
+    };
+    let entries: Box<[u32]> = (0..BUCKETS).map(entry).collect();
+    entries
+        .try_into()
+        .unwrap_or_else(|_| unreachable!("as many as were made"))
+}
+
+/// Encodes whole blocks, and a last one that may be shorter.
+pub(super) fn encode(format: BlockFormat, values: &[f32], blocks: &mut [u8]) {
+    match Coder::of(format) {
+        Coder::Eight(tables) => encode_all(format, tables, values, blocks),
+        Coder::Four(tables, _) => encode_all(format, tables, values, blocks),
+    }
+}
+
+#[multiversion(targets(
+    "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
+    "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
+))]
+fn encode_all<const CODES: usize, const BUCKETS: usize>(
+    format: BlockFormat,
+    tables: &Tables<CODES, BUCKETS>,
+    values: &[f32],
+    blocks: &mut [u8],
+) {
+    encode_loop(format, tables, values, blocks);
+}
+
+#[inline(always)]
+fn encode_loop<const CODES: usize, const BUCKETS: usize>(
+    format: BlockFormat,
+    tables: &Tables<CODES, BUCKETS>,
+    values: &[f32],
+    blocks: &mut [u8],
+) {
+    let mut of_values = [0; MOST_ELEMS];
+    let blocks = blocks.chunks_exact_mut(format.block_bytes());
+    for (values, block) in values.chunks(format.elems()).zip(blocks) {
+        let scale = scale(format, values);
+        let reciprocal = BlockFormat::reciprocal(scale);
+        let of_values = &mut of_values[..format.elems()];
+        if values.len() < of_values.len() {
+            of_values.fill(tables.code(0.0));
+        }
+        for (code, value) in of_values.iter_mut().zip(values) {
+            *code = tables.code(value * reciprocal);
+        }
+        // Products with NaN have other codes.
+        if reciprocal == 0.0 {
+            of_values.fill(tables.code(0.0));
+        }
+
+        let (scale_bytes, codes) = block.split_at_mut(size_of::<f32>());
+        scale_bytes.copy_from_slice(&scale.to_le_bytes());
+        match format.code_bits() {
+            8 => codes.copy_from_slice(of_values),
+            _ => {
+                for (byte, pair) in codes.iter_mut().zip(of_values.as_chunks::<2>().0) {
+                    let pair = u16::from_le_bytes(*pair);
+                    *byte = (pair << 4 | pair >> 8) as u8;
+                }
+            }
+        }
+    }
+}
+
+/// [`BlockFormat::scale`], by the order of floats' bits.
+#[inline(always)]
+fn scale(format: BlockFormat, values: &[f32]) -> f32 {
+    let mut magnitude = 0;
+    let mut greatest = 0;
+    for value in values {
+        let bits = value.to_bits() as i32;
+        magnitude = magnitude.max(bits & i32::MAX);
+        greatest = greatest.max(bits);
+    }
+    let least_normal = f32::MIN_POSITIVE.to_bits() as i32;
+    if magnitude > f32::MAX.to_bits() as i32 {
+        return f32::NAN;
+    }
+    if !format.is_signed() {
+        magnitude = greatest;
+    }
+    if magnitude == 0 {
+        return 0.0;
+    }
+    let scale = f32::from_bits(magnitude.max(least_normal) as u32);
+    match format.has_signed_scale() && magnitude > greatest && magnitude >= least_normal {
+        true => -scale,
+        false => scale,
+    }
+}
+
+/// Decodes whole blocks, and a last one that may be shorter.
+pub(super) fn decode(format: BlockFormat, blocks: &[u8], values: &mut [f32]) {
+    match Coder::of(format) {
+        Coder::Eight(tables) => decode_all(format, &tables.values, blocks, values),
+        Coder::Four(_, pairs) => decode_pairs(format, pairs, blocks, values),
+    }
+}
+
+#[multiversion(targets(
+    "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
+    "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
+))]
+fn decode_all(format: BlockFormat, table: &[f32; 256], blocks: &[u8], values: &mut [f32]) {
+    decode_loop(format, table, blocks, values);
+}
+
+#[inline(always)]
+fn decode_loop(format: BlockFormat, table: &[f32; 256], blocks: &[u8], values: &mut [f32]) {
+    let blocks = blocks.chunks_exact(format.block_bytes());
+    for (values, block) in values.chunks_mut(format.elems()).zip(blocks) {
+        let (scale, codes) = split(block);
+        for (value, code) in values.iter_mut().zip(codes) {
+            *value = table[usize::from(*code)] * scale;
+        }
+    }
+}
+
+#[multiversion(targets(
+    "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
+    "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
+))]
+fn decode_pairs(format: BlockFormat, table: &[[f32; 2]; 256], blocks: &[u8], values: &mut [f32]) {
+    decode_pairs_loop(format, table, blocks, values);
+}
+
+#[inline(always)]
+fn decode_pairs_loop(
+    format: BlockFormat,
+    table: &[[f32; 2]; 256],
+    blocks: &[u8],
+    values: &mut [f32],
+) {
+    let table: &[u64; 256] = bytemuck::cast_ref(table);
+    let mut pairs = [0u64; MOST_ELEMS / 2];
+    let blocks = blocks.chunks_exact(format.block_bytes());
+    for (values, block) in values.chunks_mut(format.elems()).zip(blocks) {
+        let (scale, codes) = split(block);
+        for (pair, byte) in pairs.iter_mut().zip(codes) {
+            *pair = table[usize::from(*byte)];
+        }
+        let unscaled: &[f32; MOST_ELEMS] = bytemuck::cast_ref(&pairs);
+        for (value, unscaled) in values.iter_mut().zip(unscaled) {
+            *value = unscaled * scale;
+        }
+    }
+}
+
+/// The scale and the codes of a block.
+#[inline(always)]
+fn split(block: &[u8]) -> (f32, &[u8]) {
+    let (scale, codes) = block.split_at(size_of::<f32>());
+    (
+        f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]),
+        codes,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The loops as they are on any CPU, and with AVX2.
+    fn encode_by(avx2: bool, format: BlockFormat, values: &[f32], blocks: &mut [u8]) {
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma")]
+        fn with_avx2(format: BlockFormat, values: &[f32], blocks: &mut [u8]) {
+            loops(format, values, blocks);
+        }
+
+        #[inline(always)]
+        fn loops(format: BlockFormat, values: &[f32], blocks: &mut [u8]) {
+            match Coder::of(format) {
+                Coder::Eight(tables) => encode_loop(format, tables, values, blocks),
+                Coder::Four(tables, _) => encode_loop(format, tables, values, blocks),
+            }
+        }
+
+        #[cfg(target_arch = "x86_64")]
+        if avx2 && is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            // SAFETY: the CPU has both features.
+            return unsafe { with_avx2(format, values, blocks) };
+        }
+        let _ = avx2;
+        loops(format, values, blocks);
+    }
+
+    /// As [`encode_by`].
+    fn decode_by(avx2: bool, format: BlockFormat, blocks: &[u8], values: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma")]
+        fn with_avx2(format: BlockFormat, blocks: &[u8], values: &mut [f32]) {
+            loops(format, blocks, values);
+        }
+
+        #[inline(always)]
+        fn loops(format: BlockFormat, blocks: &[u8], values: &mut [f32]) {
+            match Coder::of(format) {
+                Coder::Eight(tables) => decode_loop(format, &tables.values, blocks, values),
+                Coder::Four(_, pairs) => decode_pairs_loop(format, pairs, blocks, values),
+            }
+        }
+
+        #[cfg(target_arch = "x86_64")]
+        if avx2 && is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            // SAFETY: the CPU has both features.
+            return unsafe { with_avx2(format, blocks, values) };
+        }
+        let _ = avx2;
+        loops(format, blocks, values);
+    }
+
+    #[test]
+    fn instruction_sets_agree() {
+        let mut x = 1u32;
+        let mut next = || {
+            x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            ((x >> 8) as f32 / (1 << 23) as f32 - 1.0).powi(5)
+        };
+        let mut values: Vec<f32> = (0..5000 + 37).map(|_| next()).collect();
+        values[700] = f32::NAN;
+        values[1500] = f32::NEG_INFINITY;
+        values[2048..2400].fill(0.0);
+        values[3000..3300].fill(1e-41);
+        for format in BlockFormat::ALL {
+            let mut expected = vec![0; format.bytes(values.len())];
+            encode(format, &values, &mut expected);
+            let mut decoded = vec![0.0; values.len()];
+            decode(format, &expected, &mut decoded);
+            for avx2 in [true, false] {
+                let mut blocks = vec![1; expected.len()];
+                encode_by(avx2, format, &values, &mut blocks);
+                assert_eq!(blocks, expected, "{format:?}");
+                let mut ours = vec![1.0; values.len()];
+                decode_by(avx2, format, &blocks, &mut ours);
+                let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                assert_eq!(bits(&ours), bits(&decoded), "{format:?}");
+            }
+        }
+    }
+
+    /// Codes ascend with the values, so those around each midpoint show that all are right.
+    #[test]
+    fn codes_around_every_midpoint() {
+        for format in BlockFormat::ALL {
+            let ours = |value: f32| match Coder::of(format) {
+                Coder::Eight(tables) => tables.code(value),
+                Coder::Four(tables, _) => tables.code(value),
+            };
+            let midpoints = format.midpoints().iter().filter(|m| m.is_finite());
+            let around = midpoints.flat_map(|m| [m.next_down(), *m, m.next_up()]);
+            let limits = [0.0, -0.0, 1e-45, -1e-45, 1.0, -1.0, 1.000_001, -1.000_001];
+            for value in around.chain(limits) {
+                assert_eq!(ours(value), format.code(value), "{format:?}: {value:e}");
+            }
+        }
+    }
+}

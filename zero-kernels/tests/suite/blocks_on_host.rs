@@ -1,0 +1,75 @@
+//! Block formats by SIMD: the bits of zero-shard's plain loops.
+
+use proptest::prelude::*;
+use zero_kernels::{Codec, Rounding};
+use zero_shard::BlockFormat;
+
+use crate::laws::config;
+
+/// Values of one block or a few, of all magnitudes and the kinds that have rules of their own.
+fn values() -> impl Strategy<Value = Vec<f32>> {
+    let any_bits = any::<u32>().prop_map(f32::from_bits);
+    let even = prop::sample::select(vec![0.0f32, -0.0, f32::MAX, f32::MIN, 1e-45, -1e-40, 1.0]);
+    let value = prop_oneof![
+        8 => -1.0f32..1.0,
+        4 => (any::<i16>(), -40i32..0).prop_map(|(x, e)| f32::from(x) * 2f32.powi(e)),
+        2 => even,
+        1 => any_bits.prop_filter("finite", |x| x.is_finite()),
+    ];
+    (
+        prop::collection::vec(value, 1..700),
+        any::<u16>(),
+        any::<u8>(),
+    )
+        .prop_map(|(mut values, at, kind)| {
+            // Few blocks have one, so that the others are compared too.
+            let at = usize::from(at) % values.len();
+            match kind {
+                0..6 => values[at] = f32::NAN,
+                6..12 => values[at] = f32::INFINITY,
+                12..18 => values[at] = f32::NEG_INFINITY,
+                _ => {}
+            }
+            values
+        })
+}
+
+proptest! {
+    #![proptest_config(config(400))]
+
+    #[test]
+    fn blocks_have_the_bits_of_the_plain_loops(values in values()) {
+        for format in BlockFormat::ALL {
+            let codec = Codec::Blocks(format);
+            let mut ours = vec![0xa5; format.bytes(values.len())];
+            let mut plain = vec![0x5a; format.bytes(values.len())];
+            codec.encode(&values, &mut ours, Rounding::Nearest).unwrap();
+            format.encode(&values, &mut plain);
+            prop_assert_eq!(&ours, &plain, "{:?}", format);
+
+            let mut ours = vec![7.0; values.len()];
+            let mut decoded = vec![8.0; values.len()];
+            codec.decode(&plain, &mut ours).unwrap();
+            format.decode(&plain, &mut decoded);
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            prop_assert_eq!(bits(&ours), bits(&decoded), "{:?}", format);
+        }
+    }
+
+    /// Any bytes are blocks.
+    #[test]
+    fn any_bytes_decode_as_by_the_plain_loops(bytes in prop::collection::vec(any::<u8>(), 260 * 2)) {
+        for format in BlockFormat::ALL {
+            let count = bytes.len() / format.block_bytes();
+            let bytes = &bytes[..count * format.block_bytes()];
+            let mut ours = vec![7.0f32; count * format.elems()];
+            let mut plain = vec![8.0f32; count * format.elems()];
+            Codec::Blocks(format).decode(bytes, &mut ours).unwrap();
+            format.decode(bytes, &mut plain);
+            for (ours, plain) in ours.iter().zip(&plain) {
+                let same = ours.to_bits() == plain.to_bits() || ours.is_nan() && plain.is_nan();
+                prop_assert!(same, "{:?}: {:e}, plain {:e}", format, ours, plain);
+            }
+        }
+    }
+}
