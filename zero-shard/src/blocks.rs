@@ -42,7 +42,8 @@ pub enum BlockFormat {
     /// sign (the positive one of two): that value has no error.
     Dynamic8,
     /// As `Dynamic8`, for values that are not negative: the unsigned dynamic map. Negative values
-    /// are encoded as 0.
+    /// are encoded as 0, and no others: with a mean of squares that is rounded to 0, the step after
+    /// it would be divided by the root of its own gradient's part alone, and be many times too long.
     PositiveDynamic8,
     /// Codes of 4 bits, dense near 0: torchao's signed map; blocks of 128. The scale is as in
     /// `Dynamic8`.
@@ -266,6 +267,10 @@ impl Table {
             // The first code of even tables is never written, not even where -1 is rounded down.
             if pair[0] == pair[1] {
                 return f32::NEG_INFINITY;
+            }
+            // Only 0 has the code of 0 where values are not negative.
+            if values[0] == 0.0 && pair[0] == 0.0 {
+                return f32::from_bits(1);
             }
             let middle = ((f64::from(pair[0]) + f64::from(pair[1])) / 2.0) as f32;
             if ties_up { middle } else { middle.next_up() }
