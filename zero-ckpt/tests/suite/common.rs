@@ -113,8 +113,10 @@ pub(crate) fn as_stored(encoding: StateEncoding, values: &mut [f32]) {
         StateEncoding::Blocks {
             format,
             plain_below,
-            ..
-        } if values.len() as u64 >= plain_below => {
+            multiple_of,
+        } if values.len() as u64 >= plain_below
+            && (values.len() as u64).is_multiple_of(multiple_of) =>
+        {
             let mut blocks = vec![0; format.bytes(values.len())];
             format.encode(values, &mut blocks);
             format.decode(&blocks, values);

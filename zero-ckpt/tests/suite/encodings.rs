@@ -184,20 +184,27 @@ fn state_bytes(dir: &Path) -> Vec<Vec<u8>> {
 }
 
 fn blocks(format: BlockFormat) -> StateEncoding {
+    blocks_of(format, 1)
+}
+
+fn blocks_of(format: BlockFormat, multiple_of: u64) -> StateEncoding {
     StateEncoding::Blocks {
         format,
         plain_below: PLAIN_BELOW,
-        multiple_of: 1,
+        multiple_of,
     }
 }
 
-fn specs(format: BlockFormat) -> [StateSpec; 4] {
+fn specs(format: BlockFormat, multiple_of: u64) -> [StateSpec; 4] {
     // Files hold the wider ones first.
     [
         StateSpec::new("half", StateDtype::BF16),
         StateSpec::new("master", StateDtype::F32),
-        StateSpec::new("moment", blocks(format)),
-        StateSpec::new("average", blocks(BlockFormat::PositiveLinear4)),
+        StateSpec::new("moment", blocks_of(format, multiple_of)),
+        StateSpec::new(
+            "average",
+            blocks_of(BlockFormat::PositiveLinear4, multiple_of),
+        ),
     ]
 }
 
@@ -217,21 +224,39 @@ fn model() -> impl Strategy<Value = Vec<Vec<u64>>> {
         1u64..9,
         1u64..3000,
         199u64..202,
-        Just(40_000u64)
+        (1u64..160).prop_map(|blocks| blocks * BlockFormat::ALIGN_ELEMS),
     ];
     prop::collection::vec(prop::collection::vec(size, 0..4), 1..4)
 }
 
-/// Ranks, the alignments in units of 256, and whether small parameters are packed.
+/// Ranks, and alignments in units of 256.
 fn cut() -> impl Strategy<Value = (u64, LayoutOptions)> {
-    let cut = (1u64..6, 1u64..4, 1u64..3, any::<bool>());
-    cut.prop_map(|(ranks, shard_align, param_align, is_packed)| {
+    (1u64..6, 1u64..4, 1u64..3).prop_map(|(ranks, shard_align, param_align)| {
         let options = LayoutOptions::default()
             .shard_align_elems(shard_align * param_align * BlockFormat::ALIGN_ELEMS)
-            .param_align_elems(param_align * BlockFormat::ALIGN_ELEMS)
-            .packed_below_elems(if is_packed { PLAIN_BELOW } else { 0 });
+            .param_align_elems(param_align * BlockFormat::ALIGN_ELEMS);
         (ranks, options)
     })
+}
+
+/// [`cut`], or with parameters that are not whole blocks of 256 packed.
+fn packed_cut() -> impl Strategy<Value = (u64, LayoutOptions)> {
+    let cut = (cut(), any::<bool>());
+    cut.prop_map(|((ranks, options), is_packed)| match is_packed {
+        true => {
+            let options = options.param_align_elems(BlockFormat::ALIGN_ELEMS);
+            (ranks, options.packed_below_elems(PLAIN_BELOW))
+        }
+        false => (ranks, options),
+    })
+}
+
+/// Two layouts that save, and the rule of parameters in blocks.
+fn cuts() -> impl Strategy<Value = ([(u64, LayoutOptions); 2], u64)> {
+    prop_oneof![
+        ([cut(), cut()], Just(1)),
+        ([packed_cut(), packed_cut()], Just(BlockFormat::ALIGN_ELEMS)),
+    ]
 }
 
 /// A layout that loads, of any alignment.
@@ -250,7 +275,7 @@ proptest! {
 
     #[test]
     fn blocks_are_those_of_whole_parameters(
-        sizes in model(), from in cut(), again in cut(), to in any_cut(),
+        sizes in model(), ([from, again], multiple_of) in cuts(), to in any_cut(),
         format in prop::sample::select(&BlockFormat::ALL[..]),
         ways in [prop::sample::select(&WAYS[..]), prop::sample::select(&WAYS[..])],
         (seed, hostile) in any::<(u64, bool)>(),
@@ -261,7 +286,7 @@ proptest! {
             Layout::with_options(&units, *ranks, options.clone()).unwrap()
         };
         let [from, again, to] = [layout(&from), layout(&again), layout(&to)];
-        let states = specs(format).map(|spec| State::new(spec, &from, seed, hostile));
+        let states = specs(format, multiple_of).map(|spec| State::new(spec, &from, seed, hostile));
         let stored = states.each_ref().map(State::as_stored);
         let dir = tempfile::tempdir().unwrap();
         save(dir.path(), &from, 1, &states, ways[0]);
