@@ -6,6 +6,7 @@
 
 pub mod activation;
 pub mod attention;
+pub mod bf16;
 pub mod cross_entropy;
 pub mod dropout;
 pub mod embedding;

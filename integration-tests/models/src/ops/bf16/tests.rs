@@ -1,0 +1,227 @@
+//! Products by each kind of instructions that this CPU has, beside plain sums in fp64 of the rounded
+//! operands.
+
+use faer::MatMut;
+use half::bf16;
+use proptest::prelude::*;
+
+use super::{Bf16Products, Elems, Operand};
+use crate::ops::Threads;
+
+/// Reproducible values in -1..1, some of them 0.
+fn values(n: usize, seed: u64) -> Vec<f32> {
+    let mut x = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        let value = (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+        if x.is_multiple_of(9) { 0.0 } else { value }
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+fn rounded(x: &[f32]) -> Vec<bf16> {
+    x.iter().map(|&x| bf16::from_f32(x)).collect()
+}
+
+/// An operand `[len, depth]` in memory, with elements between its lines.
+#[derive(Debug)]
+struct Stored {
+    elems: Vec<f32>,
+    rounded: Vec<bf16>,
+    stride: usize,
+    len: usize,
+    depth: usize,
+    is_transposed: bool,
+    is_bf16: bool,
+}
+
+impl Stored {
+    fn new(
+        [len, depth]: [usize; 2],
+        gap: usize,
+        [is_transposed, is_bf16]: [bool; 2],
+        seed: u64,
+    ) -> Self {
+        let [rows, cols] = if is_transposed {
+            [depth, len]
+        } else {
+            [len, depth]
+        };
+        let stride = cols + gap;
+        // Nothing is behind the last row.
+        let elems = values((rows * stride).saturating_sub(gap), seed);
+        Self {
+            rounded: rounded(&elems),
+            elems,
+            stride,
+            len,
+            depth,
+            is_transposed,
+            is_bf16,
+        }
+    }
+
+    fn operand(&self) -> Operand<'_> {
+        let elems = match self.is_bf16 {
+            true => Elems::Bf16(&self.rounded),
+            false => Elems::F32(&self.elems),
+        };
+        match self.is_transposed {
+            true => Operand::columns(elems, [self.depth, self.len], self.stride),
+            false => Operand::rows(elems, [self.len, self.depth], self.stride),
+        }
+    }
+
+    fn at(&self, line: usize, k: usize) -> f64 {
+        let at = match self.is_transposed {
+            true => k * self.stride + line,
+            false => line * self.stride + k,
+        };
+        self.rounded[at].to_f64()
+    }
+}
+
+/// The oracle: element `(i, j)` of `start + a b^T` in fp64, and a bound of its error in fp32: a rounding
+/// for each product and addition (Higham, section 3.1), and denormal numbers.
+fn plain(start: f32, a: &Stored, b: &Stored, i: usize, j: usize) -> [f64; 2] {
+    let products = (0..a.depth).map(|k| a.at(i, k) * b.at(j, k));
+    let start = f64::from(start);
+    let sum: f64 = start + products.clone().sum::<f64>();
+    let of_absolutes: f64 = start.abs() + products.map(f64::abs).sum::<f64>();
+    let roundings = (a.depth + 2) as f64 / f64::from(1 << 24);
+    let denormal = (a.depth + 1) as f64 * f64::from(f32::MIN_POSITIVE);
+    [sum, 1.01 * roundings * of_absolutes + denormal]
+}
+
+fn on(threads: usize, work: impl FnOnce() + Send) {
+    Threads::new(threads).unwrap().run(work);
+}
+
+proptest! {
+    #[test]
+    fn products_are_within_their_bound(
+        m in 1usize..100, n in 1usize..100, k in 1usize..150, threads in 1usize..4, accumulate: bool,
+        of_a: [bool; 2], of_b: [bool; 2], gaps in [0usize..3, 0usize..3, 0usize..3], seed in any::<u64>(),
+    ) {
+        let a = Stored::new([m, k], gaps[0], of_a, seed);
+        let b = Stored::new([n, k], gaps[1], of_b, seed ^ 1);
+        let stride = n + gaps[2];
+        let start = values(m * stride, seed ^ 2);
+        for products in Bf16Products::all() {
+            let mut out = start.clone();
+            let mut alone = start.clone();
+            let view = |out| MatMut::from_row_major_slice_mut(out, m, stride).subcols_mut(0, n);
+            on(threads, || {
+                products.product(view(&mut out), accumulate, &a.operand(), &b.operand());
+            });
+            products.product_on_thread(view(&mut alone), accumulate, &a.operand(), &b.operand());
+            prop_assert_eq!(&out, &alone, "the bits of {} threads and one", threads);
+
+            for (at, (&got, &start)) in out.iter().zip(&start).enumerate() {
+                let [i, j] = [at / stride, at % stride];
+                if j >= n {
+                    prop_assert_eq!(got, start, "between rows");
+                    continue;
+                }
+                let [want, bound] = plain(if accumulate { start } else { 0.0 }, &a, &b, i, j);
+                let error = (f64::from(got) - want).abs();
+                prop_assert!(error <= bound, "{:?} ({}, {}): {} for {}, bound {:e}", products, i, j, got, want, bound);
+            }
+        }
+    }
+}
+
+/// Depths above a panel's, and more lines than are shared.
+#[test]
+fn large_products_are_within_their_bound() {
+    for [m, n, k] in [[5, 40, 1500], [1100, 1030, 40], [40, 5, 641]] {
+        let a = Stored::new([m, k], 0, [false, false], 1);
+        let b = Stored::new([n, k], 0, [true, true], 2);
+        for products in Bf16Products::all() {
+            let mut out = vec![f32::NAN; m * n];
+            let view = MatMut::from_row_major_slice_mut(&mut out, m, n);
+            on(2, || {
+                products.product(view, false, &a.operand(), &b.operand());
+            });
+            for at in (0..m * n).step_by(7) {
+                let [want, bound] = plain(0.0, &a, &b, at / n, at % n);
+                assert!(
+                    (f64::from(out[at]) - want).abs() <= bound,
+                    "{products:?} {m} x {n} x {k} at {at}"
+                );
+            }
+        }
+    }
+}
+
+/// A sum over parts of k is the sum over all of it, if they are whole tiles.
+#[test]
+fn parts_of_the_depth_add_up_to_the_bit() {
+    let [m, n, k] = [33, 50, 160];
+    let a = values(m * k, 1);
+    let b = values(n * k, 2);
+    let part = |x: &[f32], first: usize, depth: usize| -> Vec<f32> {
+        x.chunks(k)
+            .flat_map(|row| row[first..first + depth].to_vec())
+            .collect()
+    };
+    for products in Bf16Products::all() {
+        let sum = |splits: &[usize]| {
+            let mut out = vec![0.0; m * n];
+            let mut first = 0;
+            for &depth in splits {
+                let [a, b] = [&a, &b].map(|x| part(x, first, depth));
+                products.product_on_thread(
+                    MatMut::from_row_major_slice_mut(&mut out, m, n),
+                    true,
+                    &Operand::rows(Elems::F32(&a), [m, depth], depth),
+                    &Operand::rows(Elems::F32(&b), [n, depth], depth),
+                );
+                first += depth;
+            }
+            out
+        };
+        assert_eq!(sum(&[160]), sum(&[32, 96, 32]));
+    }
+}
+
+#[test]
+fn infinities_and_nans_reach_the_output() {
+    for (value, k) in [(f32::INFINITY, 3), (f32::NAN, 40), (f32::NEG_INFINITY, 31)] {
+        let mut a = vec![1.0; 2 * 41];
+        a[k] = value;
+        let b = vec![2.0; 3 * 41];
+        for products in Bf16Products::all() {
+            let mut out = [0.0; 6];
+            products.product_on_thread(
+                MatMut::from_row_major_slice_mut(&mut out, 2, 3),
+                false,
+                &Operand::rows(Elems::F32(&a), [2, 41], 41),
+                &Operand::rows(Elems::F32(&b), [3, 41], 41),
+            );
+            let [row, other] = [&out[..3], &out[3..]];
+            assert!(
+                row.iter()
+                    .all(|x| x.is_nan() == value.is_nan() && !x.is_finite())
+            );
+            assert_eq!(other, [82.0; 3]);
+        }
+    }
+}
+
+#[test]
+fn an_empty_sum_is_zero() {
+    for products in Bf16Products::all() {
+        let mut out = [1.0; 4];
+        let empty = Operand::rows(Elems::F32(&[]), [2, 0], 0);
+        products.product_on_thread(
+            MatMut::from_row_major_slice_mut(&mut out, 2, 2),
+            false,
+            &empty,
+            &empty,
+        );
+        assert_eq!(out, [0.0; 4]);
+    }
+}
