@@ -50,11 +50,15 @@ pub(super) fn pack_panel(
     }
 }
 
+/// Elements of a line between a load and what is requested of memory at the same time: two tiles.
+const AHEAD: usize = 2 * DEPTH;
+
 /// A vector of up to 16 elements from `at` on, and zeros.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn load_f32(elems: &[f32], at: usize, count: usize) -> __m512 {
+fn load_f32(elems: &[f32], at: usize, count: usize, ahead: usize) -> __m512 {
     let part = &elems[at..at + count];
+    _mm_prefetch::<_MM_HINT_T0>(elems.as_ptr().wrapping_add(at + ahead).cast());
     let mask = (1u32 << count) - 1;
     // SAFETY: reads the elements of the mask, which are those of `part`.
     unsafe { _mm512_maskz_loadu_ps(mask as u16, part.as_ptr()) }
@@ -63,8 +67,9 @@ fn load_f32(elems: &[f32], at: usize, count: usize) -> __m512 {
 /// A vector of up to 32 elements from `at` on, and zeros.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn load_bf16(elems: &[bf16], at: usize, count: usize) -> __m512i {
+fn load_bf16(elems: &[bf16], at: usize, count: usize, ahead: usize) -> __m512i {
     let part = &elems[at..at + count];
+    _mm_prefetch::<_MM_HINT_T0>(elems.as_ptr().wrapping_add(at + ahead).cast());
     let mask = (1u64 << count) - 1;
     // SAFETY: reads the elements of the mask, which are those of `part`.
     unsafe { _mm512_maskz_loadu_epi16(mask as u32, part.as_ptr().cast()) }
@@ -102,7 +107,10 @@ fn lines_of_f32(elems: &[f32], stride: usize, lines: Range<usize>, k: Range<usiz
     let high = k.len() - low;
     for (vector, line) in vectors.iter_mut().zip(lines) {
         let at = line * stride + k.start;
-        *vector = rounded(load_f32(elems, at, low), load_f32(elems, at + low, high));
+        *vector = rounded(
+            load_f32(elems, at, low, AHEAD),
+            load_f32(elems, at + low, high, AHEAD),
+        );
     }
     vectors
 }
@@ -113,7 +121,7 @@ fn lines_of_f32(elems: &[f32], stride: usize, lines: Range<usize>, k: Range<usiz
 fn lines_of_bf16(elems: &[bf16], stride: usize, lines: Range<usize>, k: Range<usize>) -> Vectors {
     let mut vectors = [_mm512_setzero_si512(); TILE];
     for (vector, line) in vectors.iter_mut().zip(lines) {
-        *vector = load_bf16(elems, line * stride + k.start, k.len());
+        *vector = load_bf16(elems, line * stride + k.start, k.len(), AHEAD);
     }
     vectors
 }
@@ -124,13 +132,14 @@ fn lines_of_bf16(elems: &[bf16], stride: usize, lines: Range<usize>, k: Range<us
 fn pairs_of_f32(elems: &[f32], stride: usize, lines: Range<usize>, k: Range<usize>) -> Vectors {
     let mut vectors = [_mm512_setzero_si512(); TILE];
     let count = lines.len();
+    let ahead = DEPTH * stride;
     for (vector, first) in vectors.iter_mut().zip(k.clone().step_by(2)) {
         let at = first * stride + lines.start;
         let odd = match first + 1 < k.end {
-            true => load_f32(elems, at + stride, count),
+            true => load_f32(elems, at + stride, count, ahead),
             false => _mm512_setzero_ps(),
         };
-        *vector = interleaved(rounded(load_f32(elems, at, count), odd));
+        *vector = interleaved(rounded(load_f32(elems, at, count, ahead), odd));
     }
     vectors
 }
@@ -141,11 +150,12 @@ fn pairs_of_f32(elems: &[f32], stride: usize, lines: Range<usize>, k: Range<usiz
 fn pairs_of_bf16(elems: &[bf16], stride: usize, lines: Range<usize>, k: Range<usize>) -> Vectors {
     let mut vectors = [_mm512_setzero_si512(); TILE];
     let count = lines.len();
+    let ahead = DEPTH * stride;
     for (vector, first) in vectors.iter_mut().zip(k.clone().step_by(2)) {
         let at = first * stride + lines.start;
-        let even = load_bf16(elems, at, count);
+        let even = load_bf16(elems, at, count, ahead);
         let odd = match first + 1 < k.end {
-            true => load_bf16(elems, at + stride, count),
+            true => load_bf16(elems, at + stride, count, ahead),
             false => _mm512_setzero_si512(),
         };
         let rows = _mm512_inserti64x4::<1>(even, _mm512_castsi512_si256(odd));
