@@ -115,10 +115,7 @@ impl Decoder {
                 part,
                 tensor: rank,
                 exchanges,
-                products: match options.dtype {
-                    DType::Bf16 => Bf16Products::of_cpu(),
-                    _ => None,
-                },
+                products: Bf16Products::of_run(options.dtype),
             }),
             options,
             passes,

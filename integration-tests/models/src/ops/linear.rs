@@ -4,7 +4,7 @@
 //!
 //! faer reads the second operand of a row-major product down its columns: one cache line an element
 //! if it is the transpose of a tensor. So weight gradients, and attention, transpose that operand
-//! first.
+//! first. Products in bf16 ([`super::bf16`]) pack both operands and transpose nothing.
 
 use faer::{Accum, MatMut, MatRef, Par};
 use half::bf16;
@@ -255,9 +255,16 @@ impl<'a> Linear<'a> {
     }
 }
 
-/// `y = x w`: w `[k, n]`.
-pub fn product(y: &mut [f32], x: &[f32], w: &[f32], n: usize) {
-    Linear::of_matrix(w, n, MatrixOrder::InputsFirst).product(y, x);
+/// `y = x w`: w `[k, n]`. `products` round both to bf16.
+pub fn product(y: &mut [f32], x: &[f32], w: &[f32], n: usize, products: Option<Bf16Products>) {
+    let Some(products) = products else {
+        return Linear::of_matrix(w, n, MatrixOrder::InputsFirst).product(y, x);
+    };
+    let m = y.len() / n;
+    let k = w.len() / n;
+    let x = Operand::rows(Elems::F32(x), [m, k], k);
+    let w = Operand::columns(Elems::F32(w), [k, n], n);
+    products.product(mat_mut(y, m, n), false, &x, &w);
 }
 
 /// `y = residual + (sum + bias)`; without a bias if that is empty.

@@ -33,6 +33,7 @@ use std::thread::LocalKey;
 use faer::MatMut;
 use faer::prelude::ReborrowMut;
 use rayon::prelude::*;
+use zero_alloc::device::DType;
 
 use operand::Form;
 pub(super) use operand::{Elems, Operand};
@@ -85,6 +86,14 @@ impl Bf16Products {
                 _ => all.next(),
             }
         })
+    }
+
+    /// Those of a run whose parameters are of `dtype`; `None` if its products are in fp32.
+    pub fn of_run(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::Bf16 => Self::of_cpu(),
+            _ => None,
+        }
     }
 
     /// All that this CPU has, the fastest first.
