@@ -6,7 +6,9 @@ use half::bf16;
 use proptest::prelude::*;
 
 use super::{Bf16Products, Elems, Operand};
-use crate::ops::Threads;
+use crate::ops::attention::{self, Masks, Shape};
+use crate::ops::linear::{Linear, MatrixOrder, Weight};
+use crate::ops::{Threads, linear};
 
 /// Reproducible values in -1..1, some of them 0.
 fn values(n: usize, seed: u64) -> Vec<f32> {
@@ -128,6 +130,100 @@ proptest! {
                 let [want, bound] = plain(if accumulate { start } else { 0.0 }, &a, &b, i, j);
                 let error = (f64::from(got) - want).abs();
                 prop_assert!(error <= bound, "{:?} ({}, {}): {} for {}, bound {:e}", products, i, j, got, want, bound);
+            }
+        }
+    }
+}
+
+/// Multiples of 1/8 in -1..1, whose sums of products are exact.
+fn eighths(n: usize, seed: u64) -> Vec<f32> {
+    let values = values(n, seed);
+    values
+        .into_iter()
+        .map(|x| (x * 8.0).round() / 8.0)
+        .collect()
+}
+
+/// The root of the mean square of the differences, relative to that of `want`.
+fn distance(got: &[f32], want: &[f32]) -> f64 {
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let of_differences: f64 = got.iter().zip(want).map(|(a, b)| square(a - b)).sum();
+    let of_want: f64 = want.iter().map(|&x| square(x)).sum();
+    (of_differences / of_want).sqrt()
+}
+
+proptest! {
+    #[test]
+    fn linear_layers_are_those_in_fp32(
+        m in 1usize..70, k in 1usize..70, n in 1usize..70, outputs_first: bool, biased: bool, threads in 1usize..4,
+        seed in any::<u64>(),
+    ) {
+        let x = eighths(m * k, seed);
+        let dy = eighths(m * n, seed ^ 1);
+        let w = eighths(k * n, seed ^ 2);
+        let w_bf16 = rounded(&w);
+        let bias = eighths(if biased { n } else { 0 }, seed ^ 3);
+        let order = if outputs_first { MatrixOrder::OutputsFirst } else { MatrixOrder::InputsFirst };
+        let all = |weight| {
+            let layer = Linear { weight, bias: &bias, outputs: n, order };
+            let [mut y, mut product, mut residual] = [(); 3].map(|()| vec![f32::NAN; m * n]);
+            let mut dx = vec![f32::NAN; m * k];
+            let mut dw = vec![1.0; k * n];
+            let mut dbias = vec![1.0; bias.len()];
+            on(threads, || {
+                layer.forward(&mut y, &x);
+                layer.product(&mut product, &x);
+                layer.forward_residual(&mut residual, &dy, &x);
+                layer.input_gradient(&mut dx, &dy);
+                layer.weight_gradient([&mut dw, &mut dbias], &x, &dy);
+            });
+            [y, product, residual, dx, dw, dbias]
+        };
+        let want = all(Weight::F32(&w));
+        for products in Bf16Products::all() {
+            prop_assert_eq!(&all(Weight::Bf16(&w_bf16, products)), &want, "{:?}", products);
+        }
+        let product = |products| {
+            let mut y = vec![f32::NAN; m * n];
+            on(threads, || linear::product(&mut y, &x, &w, n, products));
+            y
+        };
+        for products in Bf16Products::all() {
+            prop_assert_eq!(product(Some(products)), product(None), "{:?}", products);
+        }
+    }
+
+    #[test]
+    fn attention_is_near_that_in_fp32(
+        seq in 40usize..140, kv_heads in 1usize..3, group in 1usize..4, d in 4usize..40, scale in 0.1f32..1.0,
+        window in prop_oneof![Just(usize::MAX), 20usize..70], threads in 1usize..4, seed in any::<u64>(),
+    ) {
+        let heads = kv_heads * group;
+        let width = (heads + 2 * kv_heads) * d;
+        let qkv = values(seq * width, seed);
+        let dout = values(seq * heads * d, seed ^ 1);
+        let all = |products| {
+            let window = window.min(seq);
+            let shape = Shape { batch: 1, seq, heads, kv_heads, d, window, scale, products };
+            let mut out = vec![f32::NAN; dout.len()];
+            let mut lse = vec![f32::NAN; heads * seq];
+            let mut dqkv = vec![f32::NAN; qkv.len()];
+            on(threads, || {
+                attention::forward(&mut out, &mut lse, &qkv, Masks::default(), shape);
+                attention::backward(&mut dqkv, &dout, &qkv, &out, &lse, Masks::default(), shape);
+            });
+            let part = |heads: std::ops::Range<usize>| -> Vec<f32> {
+                let rows = dqkv.chunks(width);
+                rows.flat_map(|row| row[heads.start * d..heads.end * d].to_vec()).collect()
+            };
+            let [keys, values] = [heads, heads + kv_heads];
+            [part(0..keys), part(keys..values), part(values..values + kv_heads), out, lse]
+        };
+        let want = all(None);
+        for products in Bf16Products::all() {
+            for (part, (got, want)) in all(Some(products)).iter().zip(&want).enumerate() {
+                let distance = distance(got, want);
+                prop_assert!(distance < 0.02, "{:?}, part {}: {}", products, part, distance);
             }
         }
     }
