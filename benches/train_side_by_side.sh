@@ -4,7 +4,7 @@
 #
 #   benches/train_side_by_side.sh            # 3 rounds of 12 steps, 2 threads
 #   ROUNDS=5 STEPS=20 THREADS=4 DROPOUTS="0" benches/train_side_by_side.sh
-#   PRESET=smollm2-135m DTYPE=bf16 BATCH=2 DROPOUTS=0 benches/train_side_by_side.sh    # torch under autocast
+#   PRESET=smollm2-135m DTYPE=bf16 BATCH=2 LR=1e-4 DROPOUTS=0 benches/train_side_by_side.sh    # torch under autocast
 #
 # The model: 6 layers, width 384, 6 heads, 256 positions, vocabulary 256; batch 8, fp32, AdamW, clipping at 1.
 # PRESET is one of torch_models.py's. LAYERS and ZERO (a built program) make a short test of the script. Without AMX, which
@@ -15,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rounds=${ROUNDS:-3} steps=${STEPS:-12} threads=${THREADS:-2} layers=${LAYERS:-6} warm_up=2
-dtype=${DTYPE:-fp32} batch=${BATCH:-8}
+dtype=${DTYPE:-fp32} batch=${BATCH:-8} lr=${LR:-1e-3}
 model_flags=(--layers "$layers" --batch "$batch")
 [ -z "${PRESET:-}" ] || model_flags+=(--preset "$PRESET")
 read -ra dropouts <<<"${DROPOUTS:-0 0.1}"
@@ -37,10 +37,10 @@ for round in $(seq "$rounds"); do
     for dropout in "${dropouts[@]}"; do
         model=$work/model-$dropout run=$work/$dropout-$round
         python3 benches/torch_train.py "${model_flags[@]}" --steps "$steps" --threads "$threads" --warm-up $warm_up \
-            --dropout "$dropout" --dtype "$dtype" >"$run.torch.json"
+            --dropout "$dropout" --dtype "$dtype" --lr "$lr" >"$run.torch.json"
         "$zero" train --no-checkpoint --threads "$threads" --model "$model" --data "$model/tokens.bin" \
             --device cpu --ranks 1 --stage 0 --dtype "$dtype" --micro-batch "$batch" --grad-accum 1 --seq-len 256 \
-            --steps "$steps" --lr 1e-3 --weight-decay 0.1 --clip 1.0 \
+            --steps "$steps" --lr "$lr" --weight-decay 0.1 --clip 1.0 \
             --metrics "$run.jsonl" >"$run.log" 2>&1 || { cat "$run.log" >&2; exit 1; }
     done
 done

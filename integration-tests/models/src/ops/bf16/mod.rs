@@ -10,6 +10,11 @@
 //! | AMX (`tdpbf16ps`) | for each 32 of k in order, the sum of the even products plus that of the odd ones |
 //! | AVX512-BF16 (`vdpbf16ps`) | each pair of k in order: the odd product is added, then the even one |
 //!
+//! The fewest operations of a product are its 2 m n k by the peak of the instructions: 2,048 a cycle of a
+//! core by AMX, and 32 (Sapphire Rapids), 64 (Zen 4) or 128 by AVX512-BF16; benches/README.md has the share
+//! that is reached. Other CPUs have no [`Bf16Products`]: their products are in fp32, of bf16 parameters and
+//! fp32 activations.
+//!
 //! Every sum begins with 0, or with the element that it is added to, and is rounded to nearest. Its order
 //! depends neither on the number of threads nor on the sizes, so the bits of an element don't, either. The
 //! instructions, and rounding, take denormal numbers for 0 (Intel, Architecture Instruction Set

@@ -252,6 +252,42 @@ fn large_products_are_within_their_bound() {
     }
 }
 
+/// The orders of sums in the table of the module, to the bit.
+#[test]
+fn sums_have_the_order_of_the_instructions() {
+    use super::{DEPTH, Instructions};
+
+    let k = 131;
+    let a = values(k, 1);
+    let b = values(k, 2);
+    let pairs: Vec<[f32; 2]> = rounded(&a)
+        .iter()
+        .zip(rounded(&b))
+        .map(|(a, b)| [a.to_f32(), b.to_f32()])
+        .collect();
+    let add = |sum: f32, pair: &[f32; 2]| pair[0].mul_add(pair[1], sum);
+    for products in Bf16Products::all() {
+        let mut got = [0.5];
+        products.product_on_thread(
+            MatMut::from_row_major_slice_mut(&mut got, 1, 1),
+            true,
+            &Operand::rows(Elems::F32(&a), [1, k], k),
+            &Operand::rows(Elems::F32(&b), [1, k], k),
+        );
+        let want = match products.0 {
+            Instructions::Amx => pairs.chunks(DEPTH).fold(0.5, |sum, pairs| {
+                let even = pairs.iter().step_by(2).fold(0.0, add);
+                let odd = pairs.iter().skip(1).step_by(2).fold(0.0, add);
+                sum + (even + odd)
+            }),
+            Instructions::Avx512 => pairs
+                .chunks(2)
+                .fold(0.5, |sum, pairs| pairs.iter().rev().fold(sum, add)),
+        };
+        assert_eq!(got, [want], "{products:?}");
+    }
+}
+
 /// A sum over parts of k is the sum over all of it, if they are whole tiles.
 #[test]
 fn parts_of_the_depth_add_up_to_the_bit() {
