@@ -1,4 +1,5 @@
-//! Decoder-only transformers on the host, in fp32: passes, buffers, blocks, the head and its loss. A
+//! Decoder-only transformers on the host, in fp32, with products in bf16 where parameters are and the CPU
+//! has instructions for them ([`crate::ops::bf16`]): passes, buffers, blocks, the head and its loss. A
 //! family of models chooses their sizes and parts ([`DecoderConfig`]).
 //!
 //! Buffers and their lifetimes, with M = batch x seq tokens and C the width:
@@ -10,7 +11,7 @@
 //! | `head` | M x C, and the statistics of its norm | forward to backward of the head |
 //! | `scratch` | gradients of activations and the logits | a backward pass; `dres` also until the next one |
 //! | `table` | angles of the rotary embedding | the model's |
-//! | `upcast` | the parameters of a pass | within a pass; only for 16-bit parameters |
+//! | `upcast` | the parameters of a pass | within a pass; only for 16-bit parameters, and of them only the vectors if products are in bf16 |
 
 pub(crate) mod block;
 pub(crate) mod block_params;
@@ -41,6 +42,7 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_trainer::{Batch, Grad, Model, ModelError, ModelRanks};
 
 use crate::ops::Threads;
+use crate::ops::bf16::Bf16Products;
 use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
 use crate::tensor::TensorRank;
@@ -113,6 +115,7 @@ impl Decoder {
                 part,
                 tensor: rank,
                 exchanges,
+                products: Bf16Products::of_run(options.dtype),
             }),
             options,
             passes,

@@ -12,8 +12,18 @@ use zero_trainer::{Batch, ModelError};
 use super::block_params::BlockParams;
 use super::config::DecoderConfig;
 use crate::ModelOptions;
+use crate::ops::bf16::Bf16Products;
 use crate::ops::dropout::Draws;
+use crate::ops::linear::Weight;
 use crate::ops::rows_per_thread;
+
+/// The kinds of passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PassKind {
+    Embedding,
+    Block,
+    Head,
+}
 
 /// The range of each parameter in the flat parameter of its unit; empty for those that the family
 /// does not have.
@@ -28,6 +38,21 @@ pub(crate) struct ParamRanges {
 }
 
 impl ParamRanges {
+    /// The parameters of a pass that are not matrices, in the first unit that it reads: norms
+    /// and biases.
+    pub(crate) fn vectors(&self, kind: PassKind) -> Vec<Range<usize>> {
+        let of = &self.block;
+        match kind {
+            PassKind::Embedding => Vec::new(),
+            PassKind::Block => {
+                let norms = [&of.norm1, &of.norm2].into_iter().flatten();
+                let biases = [&of.qkv, &of.output, &of.up, &of.down].map(|[_, bias]| bias);
+                norms.chain(biases).chain([&of.qk_norm]).cloned().collect()
+            }
+            PassKind::Head => self.norm.to_vec(),
+        }
+    }
+
     /// Those of a rank's `units`.
     ///
     /// # Errors
@@ -120,10 +145,42 @@ pub(crate) fn split_ranges<'a>(flat: &'a mut [f32]) -> impl FnMut(Range<usize>) 
     }
 }
 
-/// The flat parameters of a pass in fp32, of the units that it reads, and its inputs.
+/// The flat parameter of a unit.
+#[derive(Clone, Copy)]
+pub(crate) enum FlatUnit<'a> {
+    F32(&'a [f32]),
+    /// For products in bf16. `vectors` has [`ParamRanges::vectors`] in fp32, at their places.
+    Bf16 {
+        elems: &'a [bf16],
+        vectors: &'a [f32],
+        products: Bf16Products,
+    },
+}
+
+impl<'a> FlatUnit<'a> {
+    /// A matrix.
+    pub(crate) fn matrix(self, range: Range<usize>) -> Weight<'a> {
+        match self {
+            Self::F32(elems) => Weight::F32(&elems[range]),
+            Self::Bf16 {
+                elems, products, ..
+            } => Weight::Bf16(&elems[range], products),
+        }
+    }
+
+    /// A parameter of [`ParamRanges::vectors`].
+    pub(crate) fn vector(self, range: Range<usize>) -> &'a [f32] {
+        match self {
+            Self::F32(elems) => &elems[range],
+            Self::Bf16 { vectors, .. } => &vectors[range],
+        }
+    }
+}
+
+/// The flat parameters of a pass, of the units that it reads, and its inputs.
 pub(crate) struct Flat<'a> {
     pub(crate) ranges: &'a ParamRanges,
-    pub(crate) flats: Vec<&'a [f32]>,
+    pub(crate) flats: Vec<FlatUnit<'a>>,
     /// The block of the pass, from 0.
     pub(crate) layer: usize,
     /// The architecture's constants.
@@ -139,18 +196,13 @@ pub(crate) struct Flat<'a> {
 impl<'a> Flat<'a> {
     /// The head's matrix `[vocab, c]`, of `elems` elements, behind which may be padding of tensor
     /// parallelism; if tied, the embedding's.
-    pub(crate) fn head_weight(&self, elems: usize) -> &'a [f32] {
-        match self.flats[..] {
-            [_, embedding, ..] => &embedding[self.ranges.tokens.start..][..elems],
-            [head] => &head[self.ranges.head.start..][..elems],
-            [] => &[],
-        }
-    }
-
-    /// The parameters in `ranges` of the first unit that the pass reads.
-    pub(crate) fn params<const N: usize>(&self, ranges: &[Range<usize>; N]) -> [&'a [f32]; N] {
-        let flat = self.flats[0];
-        ranges.clone().map(|range| &flat[range])
+    pub(crate) fn head_weight(&self, elems: usize) -> Weight<'a> {
+        let (unit, first) = match self.flats[..] {
+            [_, embedding, ..] => (embedding, self.ranges.tokens.start),
+            [head] => (head, self.ranges.head.start),
+            [] => return Weight::F32(&[]),
+        };
+        unit.matrix(first..first + elems)
     }
 }
 
