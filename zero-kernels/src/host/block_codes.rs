@@ -32,7 +32,7 @@ enum Coder {
 /// The tables of codes.
 struct Tables<const CODES: usize, const BUCKETS: usize> {
     /// The value of each code.
-    values: [f32; CODES],
+    values: Box<[f32; CODES]>,
     /// The entry of each bucket.
     buckets: Box<[u32; BUCKETS]>,
 }
@@ -57,12 +57,12 @@ impl Coder {
         let table = format.table();
         match format.code_bits() {
             8 => Self::Eight(Tables {
-                values: std::array::from_fn(|code| table[code]),
+                values: Box::new(std::array::from_fn(|code| table[code])),
                 buckets: buckets::<SHIFT_8, BUCKETS_8>(format),
             }),
             _ => {
                 let tables = Tables {
-                    values: std::array::from_fn(|code| table[code]),
+                    values: Box::new(std::array::from_fn(|code| table[code])),
                     buckets: buckets::<SHIFT_4, BUCKETS_4>(format),
                 };
                 let pair = |byte: usize| [table[byte >> 4], table[byte & 15]];

@@ -30,6 +30,8 @@ pub(crate) struct Settings {
     weight_decay: f64,
     decoupled: bool,
     bias_correction: bool,
+    /// The format of the moments, of a type such as `AdamW8bit`.
+    moments: String,
     /// JSON; none for a constant rate.
     scheduler: Option<String>,
     /// JSON.
@@ -194,6 +196,10 @@ fn settings_of(file: DsConfig, ranks: u64) -> Result<Settings, String> {
         weight_decay: hyper.weight_decay,
         decoupled: hyper.decoupled,
         bias_correction: hyper.bias_correction,
+        moments: optimizer
+            .and_then(|optimizer| optimizer.moments)
+            .unwrap_or_default()
+            .to_string(),
         scheduler,
         scaling: json(&scaling)?,
         warnings,
