@@ -8,6 +8,9 @@ use safetensors::SafeTensors;
 use zero_models::hf::HfFolder;
 use zero_shard::BlockFormat;
 
+/// A tensor: name, type, shape and bytes.
+type Stored = (String, safetensors::Dtype, Vec<usize>, Vec<u8>);
+
 /// The parts of the encoded values that are codes.
 fn codes(blocks: &[u8]) -> Vec<u8> {
     let blocks = blocks.chunks(BlockFormat::Nf4.block_bytes());
@@ -62,7 +65,7 @@ fn damaged_matrices_are_named() {
     let path = data("../bitsandbytes/plain");
     let file = fs::read(path.join("model.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&file).unwrap();
-    let refusal = |change: &dyn Fn(&mut Vec<(String, safetensors::Dtype, Vec<usize>, Vec<u8>)>)| {
+    let refusal = |change: &dyn Fn(&mut Vec<Stored>)| {
         let mut all: Vec<_> = tensors
             .tensors()
             .into_iter()
