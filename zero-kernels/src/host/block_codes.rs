@@ -365,6 +365,7 @@ mod tests {
 
     /// Codes ascend with the values, so those around each midpoint show that all are right.
     #[test]
+    #[cfg_attr(miri, ignore = "making the tables takes an hour under Miri")]
     fn codes_around_every_midpoint() {
         for format in BlockFormat::ALL {
             let ours = |value: f32| match Coder::of(format) {
