@@ -94,7 +94,7 @@ pub(crate) struct Host {
     /// Buffers of transfers to and from NVMe.
     pub(crate) staging_bytes: u64,
     pub(crate) activations_bytes: u64,
-    /// Moments of a sub-group in fp32, if they are kept in bf16.
+    /// None: moments are decoded where they are updated. For scripts that read it.
     pub(crate) workspace_bytes: u64,
 }
 
