@@ -1,7 +1,7 @@
 //! Block formats by SIMD: the bits of [`BlockFormat::encode`] and [`BlockFormat::decode`].
 //!
 //! A code is found by one lookup. The upper bits of a value are the number of a *bucket*: a range so
-//! narrow that at most one midpoint lies in it. The bucket's entry has the code of its first value
+//! narrow that it has at most one midpoint. The bucket's entry has the code of its first value
 //! in the upper 8 bits, and 2^24 less the midpoint's place in the bucket below them. Added to the
 //! place of the value, a value at or above the midpoint carries into the code.
 
@@ -21,20 +21,18 @@ const BUCKETS_4: usize = 1 << (32 - SHIFT_4);
 /// Elements of the largest block.
 const MOST_ELEMS: usize = 256;
 
-/// A format's tables.
+/// A format's tables: the entries of the buckets, and values.
 enum Coder {
-    /// Codes of 8 bits.
-    Eight(Tables<256, BUCKETS_8>),
-    /// Codes of 4 bits, and the two values of each byte.
-    Four(Tables<16, BUCKETS_4>, Box<[[f32; 2]; 256]>),
-}
-
-/// The tables of codes.
-struct Tables<const CODES: usize, const BUCKETS: usize> {
-    /// The value of each code.
-    values: [f32; CODES],
-    /// The entry of each bucket.
-    buckets: Box<[u32; BUCKETS]>,
+    /// Codes of 8 bits, with the value of each.
+    Eight {
+        buckets: Box<[u32; BUCKETS_8]>,
+        values: [f32; 256],
+    },
+    /// Codes of 4 bits, with the two values of each byte.
+    Four {
+        buckets: Box<[u32; BUCKETS_4]>,
+        pairs: Box<[[f32; 2]; 256]>,
+    },
 }
 
 static CODERS: [LazyLock<Coder>; BlockFormat::ALL.len()] = [
@@ -56,30 +54,17 @@ impl Coder {
     fn new(format: BlockFormat) -> Self {
         let table = format.table();
         match format.code_bits() {
-            8 => Self::Eight(Tables {
-                values: std::array::from_fn(|code| table[code]),
+            8 => Self::Eight {
                 buckets: buckets::<SHIFT_8, BUCKETS_8>(format),
-            }),
-            _ => {
-                let tables = Tables {
-                    values: std::array::from_fn(|code| table[code]),
-                    buckets: buckets::<SHIFT_4, BUCKETS_4>(format),
-                };
-                let pair = |byte: usize| [table[byte >> 4], table[byte & 15]];
-                Self::Four(tables, Box::new(std::array::from_fn(pair)))
-            }
+                values: std::array::from_fn(|code| table[code]),
+            },
+            _ => Self::Four {
+                buckets: buckets::<SHIFT_4, BUCKETS_4>(format),
+                pairs: Box::new(std::array::from_fn(|byte| {
+                    [table[byte >> 4], table[byte & 15]]
+                })),
+            },
         }
-    }
-}
-
-impl<const CODES: usize, const BUCKETS: usize> Tables<CODES, BUCKETS> {
-    /// The code of a value times the block's reciprocal: [`BlockFormat::code`].
-    #[inline(always)]
-    fn code(&self, value: f32) -> u8 {
-        let shift = u32::BITS - BUCKETS.ilog2();
-        let key = key(value);
-        let within = key & ((1 << shift) - 1);
-        (self.buckets[(key >> shift) as usize].wrapping_add(within) >> 24) as u8
     }
 }
 
@@ -126,11 +111,20 @@ fn buckets<const SHIFT: u32, const BUCKETS: usize>(format: BlockFormat) -> Box<[
         .unwrap_or_else(|_| unreachable!("as many as were made"))
 }
 
+/// The code of a value times the block's reciprocal: [`BlockFormat::code`].
+#[inline(always)]
+fn code<const BUCKETS: usize>(buckets: &[u32; BUCKETS], value: f32) -> u8 {
+    let shift = u32::BITS - BUCKETS.ilog2();
+    let key = key(value);
+    let within = key & ((1 << shift) - 1);
+    (buckets[(key >> shift) as usize].wrapping_add(within) >> 24) as u8
+}
+
 /// Encodes whole blocks, and a last one that may be shorter.
 pub(super) fn encode(format: BlockFormat, values: &[f32], blocks: &mut [u8]) {
     match Coder::of(format) {
-        Coder::Eight(tables) => encode_all(format, tables, values, blocks),
-        Coder::Four(tables, _) => encode_all(format, tables, values, blocks),
+        Coder::Eight { buckets, .. } => encode_all(format, buckets, values, blocks),
+        Coder::Four { buckets, .. } => encode_all(format, buckets, values, blocks),
     }
 }
 
@@ -138,49 +132,56 @@ pub(super) fn encode(format: BlockFormat, values: &[f32], blocks: &mut [u8]) {
     "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
     "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
 ))]
-fn encode_all<const CODES: usize, const BUCKETS: usize>(
+fn encode_all<const BUCKETS: usize>(
     format: BlockFormat,
-    tables: &Tables<CODES, BUCKETS>,
+    buckets: &[u32; BUCKETS],
     values: &[f32],
     blocks: &mut [u8],
 ) {
-    encode_loop(format, tables, values, blocks);
+    encode_loop(format, buckets, values, blocks);
 }
 
 #[inline(always)]
-fn encode_loop<const CODES: usize, const BUCKETS: usize>(
+fn encode_loop<const BUCKETS: usize>(
     format: BlockFormat,
-    tables: &Tables<CODES, BUCKETS>,
+    buckets: &[u32; BUCKETS],
     values: &[f32],
     blocks: &mut [u8],
 ) {
     let mut of_values = [0; MOST_ELEMS];
+    let of_values = &mut of_values[..format.elems()];
     let blocks = blocks.chunks_exact_mut(format.block_bytes());
     for (values, block) in values.chunks(format.elems()).zip(blocks) {
-        let scale = scale(format, values);
-        let reciprocal = BlockFormat::reciprocal(scale);
-        let of_values = &mut of_values[..format.elems()];
-        if values.len() < of_values.len() {
-            of_values.fill(tables.code(0.0));
-        }
-        for (code, value) in of_values.iter_mut().zip(values) {
-            *code = tables.code(value * reciprocal);
-        }
-        // Products with NaN have other codes.
-        if reciprocal == 0.0 {
-            of_values.fill(tables.code(0.0));
-        }
-
         let (scale_bytes, codes) = block.split_at_mut(size_of::<f32>());
+        let scale = scale(format, values);
         scale_bytes.copy_from_slice(&scale.to_le_bytes());
-        match format.code_bits() {
-            8 => codes.copy_from_slice(of_values),
-            _ => {
-                for (byte, pair) in codes.iter_mut().zip(of_values.as_chunks::<2>().0) {
-                    let pair = u16::from_le_bytes(*pair);
-                    *byte = (pair << 4 | pair >> 8) as u8;
-                }
-            }
+        let reciprocal = BlockFormat::reciprocal(scale);
+        if format.code_bits() == 8 {
+            write_codes(buckets, values, reciprocal, codes);
+            continue;
+        }
+        write_codes(buckets, values, reciprocal, of_values);
+        for (byte, pair) in codes.iter_mut().zip(of_values.as_chunks::<2>().0) {
+            let pair = u16::from_le_bytes(*pair);
+            *byte = (pair << 4 | pair >> 8) as u8;
+        }
+    }
+}
+
+/// Writes a code a byte: that of 0 behind the values, and where the reciprocal is 0.
+#[inline(always)]
+fn write_codes<const BUCKETS: usize>(
+    buckets: &[u32; BUCKETS],
+    values: &[f32],
+    reciprocal: f32,
+    codes: &mut [u8],
+) {
+    if reciprocal == 0.0 || values.len() < codes.len() {
+        codes.fill(code(buckets, 0.0));
+    }
+    if reciprocal != 0.0 {
+        for (byte, value) in codes.iter_mut().zip(values) {
+            *byte = code(buckets, value * reciprocal);
         }
     }
 }
@@ -215,8 +216,8 @@ fn scale(format: BlockFormat, values: &[f32]) -> f32 {
 /// Decodes whole blocks, and a last one that may be shorter.
 pub(super) fn decode(format: BlockFormat, blocks: &[u8], values: &mut [f32]) {
     match Coder::of(format) {
-        Coder::Eight(tables) => decode_all(format, &tables.values, blocks, values),
-        Coder::Four(_, pairs) => decode_pairs(format, pairs, blocks, values),
+        Coder::Eight { values: table, .. } => decode_all(format, table, blocks, values),
+        Coder::Four { pairs, .. } => decode_pairs(format, pairs, blocks, values),
     }
 }
 
@@ -294,8 +295,8 @@ mod tests {
         #[inline(always)]
         fn loops(format: BlockFormat, values: &[f32], blocks: &mut [u8]) {
             match Coder::of(format) {
-                Coder::Eight(tables) => encode_loop(format, tables, values, blocks),
-                Coder::Four(tables, _) => encode_loop(format, tables, values, blocks),
+                Coder::Eight { buckets, .. } => encode_loop(format, buckets, values, blocks),
+                Coder::Four { buckets, .. } => encode_loop(format, buckets, values, blocks),
             }
         }
 
@@ -319,8 +320,8 @@ mod tests {
         #[inline(always)]
         fn loops(format: BlockFormat, blocks: &[u8], values: &mut [f32]) {
             match Coder::of(format) {
-                Coder::Eight(tables) => decode_loop(format, &tables.values, blocks, values),
-                Coder::Four(_, pairs) => decode_pairs_loop(format, pairs, blocks, values),
+                Coder::Eight { values: table, .. } => decode_loop(format, table, blocks, values),
+                Coder::Four { pairs, .. } => decode_pairs_loop(format, pairs, blocks, values),
             }
         }
 
@@ -367,8 +368,8 @@ mod tests {
     fn codes_around_every_midpoint() {
         for format in BlockFormat::ALL {
             let ours = |value: f32| match Coder::of(format) {
-                Coder::Eight(tables) => tables.code(value),
-                Coder::Four(tables, _) => tables.code(value),
+                Coder::Eight { buckets, .. } => code(buckets, value),
+                Coder::Four { buckets, .. } => code(buckets, value),
             };
             let midpoints = format.midpoints().iter().filter(|m| m.is_finite());
             let around = midpoints.flat_map(|m| [m.next_down(), *m, m.next_up()]);
