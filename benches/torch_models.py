@@ -35,6 +35,7 @@ PRESETS = {
     "gpt2-774m": Shape(36, 1280, 20),
     "gpt2-1.5b": Shape(48, 1600, 25),
     "llama-nano": Shape(2, 64, 4, 256, kv_heads=2, ffn=96),
+    "smollm2-135m": Shape(30, 576, 9, 49152, kv_heads=3, ffn=1536),
     "llama3.2-1b": Shape(16, 2048, 32, 128256, kv_heads=8, ffn=8192),
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains a GPT-2 with PyTorch eager on the CPU and prints its speed, to compare with `zero train`.
+"""Trains a GPT-2, or a Llama, with PyTorch eager on the CPU and prints its speed, to compare with `zero train`.
 
 The model, initial weights, data and update are those of `zero train`: --write writes the weights to a Hugging Face
 folder and the tokens to a file, and `zero train --model FOLDER --data FILE` starts from both. So the losses are
@@ -7,6 +7,9 @@ comparable, not only the speeds.
 
     python3 benches/torch_train.py --write /tmp/gpt        # config.json, model.safetensors, tokens.bin
     python3 benches/torch_train.py --steps 12              # one line of JSON
+
+--dtype bf16 computes under torch.autocast, with parameters in fp32: `zero train --dtype bf16` has masters in fp32 beside
+bf16 parameters.
 
 The optimizer is torch's fused AdamW, its fastest on a CPU; attention is scaled_dot_product_attention. --dropout is that of
 the embedding, of attention's probabilities and of both branches, as in GPT-2, and is written to config.json.
@@ -20,11 +23,13 @@ import time
 import torch
 from torch import nn
 
-from torch_models import Gpt2, Shape, write_folder
+from torch_models import PRESETS, Shape, build, write_folder
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, help="in place of --layers, --width, --heads and --vocabulary")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
@@ -47,12 +52,12 @@ def main():
     args = arguments()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    shape = Shape(args.layers, args.width, args.heads, args.vocabulary)
-    model = Gpt2(shape, args.seq_len, args.dropout)
+    shape = PRESETS[args.preset] if args.preset else Shape(args.layers, args.width, args.heads, args.vocabulary)
+    model = build(shape, args.seq_len, args.dropout)
     row_tokens = args.batch * args.seq_len
     # Skewed, so that the loss falls below that of a uniform guess.
     uniform = torch.rand(args.steps * row_tokens + 1)
-    tokens = (uniform * uniform * args.vocabulary).long()
+    tokens = (uniform * uniform * shape.vocabulary).long()
     if args.write:
         write_folder(args.write, model, shape, args.seq_len, tokens, args.dropout)
         return
@@ -64,7 +69,8 @@ def main():
         window = tokens[step * row_tokens : (step + 1) * row_tokens + 1]
         inputs = window[:-1].view(args.batch, args.seq_len)
         targets = window[1:].view(args.batch, args.seq_len)
-        loss = model(inputs, targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bf16"):
+            loss = model(inputs, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()

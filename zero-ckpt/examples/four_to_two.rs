@@ -68,10 +68,7 @@ fn rank_saves(
 ) -> Result<String, Box<dyn Error + Send + Sync>> {
     let layout = Arc::new(Layout::new(&units(), 4, 64)?);
     let store = Store::create(dir, rank, StoreOptions::default().keep_last(2))?;
-    let states = vec![StateSpec {
-        name: "master".into(),
-        dtype: StateDtype::F32,
-    }];
+    let states = vec![StateSpec::new("master", StateDtype::F32)];
 
     let mut store = BackgroundStore::new(store, Arc::clone(&layout), states, 1)?;
 

@@ -54,7 +54,7 @@ pub fn header(data: &[u8]) {
     let _ = Header::parse(rest, file_bytes);
 }
 
-/// The manifest for `shard_file`: one file of two pieces and two states.
+/// The manifest for `shard_file`: one file of two pieces and three states. One parameter has a block.
 pub fn sample_manifest() -> Manifest {
     let json = serde_json::json!({
         "step": 1, "sequence": 1, "stage": 3, "dtype": "bf16", "trainer": null, "model_config": null,
@@ -63,7 +63,11 @@ pub fn sample_manifest() -> Manifest {
             {"name": "b", "params": [{"name": "b.w", "shape": [2]}]},
         ]},
         "layout": {"world_size": 1, "align_elems": 1},
-        "states": [{"name": "master", "dtype": "F32"}, {"name": "first_moment", "dtype": "BF16"}],
+        "states": [
+            {"name": "master", "dtype": "F32"},
+            {"name": "second_moment", "dtype": {"blocks": {"format": "nf4", "plain_below": 10, "multiple_of": 1}}},
+            {"name": "first_moment", "dtype": "BF16"},
+        ],
         "files": [{"name": "shard.safetensors", "bytes": 0, "front_crc64": "0000000000000000",
             "pieces": [UnitRange(0, 0, 15), UnitRange(1, 0, 2)]}],
     });
@@ -74,7 +78,7 @@ pub fn sample_manifest() -> Manifest {
 /// front.
 pub fn shard_file(data: &[u8]) {
     let mut manifest = sample_manifest();
-    let state_bytes = 17 * (4 + 2);
+    let state_bytes = 17 * (4 + 2) + 36 + 2 * 4;
     let front = data.len().saturating_sub(state_bytes);
     manifest.files[0].bytes = data.len() as u64;
     manifest.files[0].front_crc64 = checksum(&data[..front]);
@@ -91,7 +95,7 @@ pub fn shard_file(data: &[u8]) {
     };
     let verified = reader.verify();
 
-    for state in ["master", "first_moment"] {
+    for state in ["master", "first_moment", "second_moment"] {
         let read = reader.read_param(state, "a.w", 0..15, &mut [0.0; 15]);
         // One block holds all: a read succeeds exactly if the file verifies.
         assert_eq!(

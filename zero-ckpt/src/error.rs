@@ -207,6 +207,9 @@ pub enum CkptError {
         expected: String,
         got: String,
     },
+    /// The shards of a layout cannot be stored in this way.
+    #[error("the state cannot be saved: {why}")]
+    NotStorable { why: String },
     /// The files that the ranks staged do not form one checkpoint.
     #[error("the staged files of the ranks do not form one checkpoint: {why}")]
     Mismatch { why: String },

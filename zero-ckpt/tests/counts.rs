@@ -211,7 +211,7 @@ fn ranks_open_only_what_they_read() {
         for (state, values) in STATES.iter().zip(&states) {
             assert_eq!(
                 bits(values),
-                loaded(&to, rank, state, 3),
+                loaded(zero_ckpt::StateDtype::F32.into(), &to, rank, state, 3),
                 "rank {rank}, {state}"
             );
         }

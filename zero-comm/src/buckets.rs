@@ -47,21 +47,24 @@ use zero_alloc::{AllocError, Block, Pool, Purpose};
 use zero_kernels::{KernelError, Kernels, Segments};
 use zero_shard::bucket_pieces;
 
-use crate::{CommError, Reduce};
+use crate::quantised::PieceFeedback;
+use crate::{CommError, Reduce, UnitFeedback};
 
 /// The failure of an operation on buckets.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 #[non_exhaustive]
 pub enum BucketError {
-    /// No buckets for several ranks, or less than one element per rank in each.
+    /// No buckets for several ranks, or less than one element, or one block, per rank in each.
     #[error(
-        "{count} buckets of {capacity_elems} elements: {world_size} ranks need at least one bucket of {world_size} elements"
+        "{count} buckets of {capacity_elems} elements: {world_size} ranks need at least one bucket of {least_elems} elements"
     )]
     TooSmall {
         count: usize,
         capacity_elems: usize,
         world_size: usize,
+        /// Elements of the least bucket.
+        least_elems: usize,
     },
     /// More elements than a bucket's capacity.
     #[error("{elems} elements exceed a bucket's capacity of {capacity_elems}")]
@@ -214,7 +217,7 @@ impl<D: Device> Buckets<D> {
     /// If they are the same stream, nothing overlaps.
     ///
     /// # Errors
-    /// No buckets, less than one element per rank, a stream of another device than the pool's, or
+    /// No buckets, less than one element (of a quantised reduction: one block) per rank, a stream of another device than the pool's, or
     /// the allocation failed.
     pub fn new(
         pool: &Pool<D>,
@@ -233,11 +236,13 @@ impl<D: Device> Buckets<D> {
             pool.device().check_stream("Buckets::new", stream)?;
         }
         let world_size = reduce.comm().world_size();
-        if count == 0 && world_size > 1 || capacity_elems < world_size {
+        let least_elems = world_size * reduce.align_elems();
+        if count == 0 && world_size > 1 || capacity_elems < least_elems {
             return Err(BucketError::TooSmall {
                 count,
                 capacity_elems,
                 world_size,
+                least_elems,
             });
         }
 
@@ -320,6 +325,21 @@ impl<D: Device> Buckets<D> {
         parts: &[(AnySlice, usize)],
         into: SumInto<D>,
     ) -> Result<Reduced<D>, BucketError> {
+        self.reduce_unit_with(kernels, parts, into, None)
+    }
+
+    /// As [`Self::reduce_unit`], with the errors of earlier quantised reductions of the unit.
+    ///
+    /// # Errors
+    /// As [`Self::reduce_unit`]; or the errors have other lengths, or the shards are not of whole
+    /// blocks.
+    pub fn reduce_unit_with(
+        &self,
+        kernels: &dyn Kernels<D>,
+        parts: &[(AnySlice, usize)],
+        into: SumInto<D>,
+        feedback: Option<UnitFeedback<'_>>,
+    ) -> Result<Reduced<D>, BucketError> {
         let Shared {
             reduce,
             comm_stream,
@@ -332,7 +352,8 @@ impl<D: Device> Buckets<D> {
         let len = to.sum.len();
         // An all-reduce has one segment; its cuts are those of a reduce-scatter.
         let segments = reduce.shards();
-        let capacity_elems = options.capacity_elems / ranks * ranks;
+        let cut = ranks * reduce.align_elems();
+        let capacity_elems = options.capacity_elems / cut * cut;
         check_parts(parts, segments * len)?;
         let narrow = to.sum.dtype() == options.dtype;
         let exact = |(part, _): &(AnySlice, usize)| part.dtype() == options.dtype;
@@ -352,7 +373,12 @@ impl<D: Device> Buckets<D> {
                 count: segments,
             };
             kernels.pack(&self.0.compute, parts, part, filling.slice)?;
-            done = Some(filling.sum(kernels, &to, of_shard)?);
+            let feedback = feedback.map(|unit| PieceFeedback {
+                unit,
+                in_shard: of_shard.clone(),
+                shard_elems: len,
+            });
+            done = Some(filling.sum(kernels, &to, of_shard, feedback)?);
         }
 
         Ok(to.reduced(done.map_or_else(|| comm_stream.record(), Ok)?))
@@ -548,6 +574,20 @@ impl<D: Device> Filling<D> {
         kernels: &dyn Kernels<D>,
         into: SumInto<D>,
     ) -> Result<Reduced<D>, BucketError> {
+        self.reduce_unit_with(kernels, into, None)
+    }
+
+    /// As [`Self::reduce_unit`], with the errors of earlier quantised reductions of the unit.
+    ///
+    /// # Errors
+    /// As [`Self::reduce_unit`]; or the errors have other lengths, or the shards are not of whole
+    /// blocks.
+    pub fn reduce_unit_with(
+        self,
+        kernels: &dyn Kernels<D>,
+        into: SumInto<D>,
+        feedback: Option<UnitFeedback<'_>>,
+    ) -> Result<Reduced<D>, BucketError> {
         let to = Sum::new(&self.shared.comm_stream, into)?;
         let expected = self.len() / self.shared.reduce.shards();
         let got = to.sum.len();
@@ -559,7 +599,12 @@ impl<D: Device> Filling<D> {
             }
             .into());
         }
-        let done = self.sum(kernels, &to, 0..got)?;
+        let feedback = feedback.map(|unit| PieceFeedback {
+            unit,
+            in_shard: 0..got,
+            shard_elems: got,
+        });
+        let done = self.sum(kernels, &to, 0..got, feedback)?;
         Ok(to.reduced(done))
     }
 
@@ -569,13 +614,19 @@ impl<D: Device> Filling<D> {
         kernels: &dyn Kernels<D>,
         to: &Sum,
         of_sum: Range<usize>,
+        feedback: Option<PieceFeedback<'_>>,
     ) -> Result<D::Event, BucketError> {
         let sum = to.sum.slice(of_sum);
         if !to.add && sum.dtype() == self.shared.options.dtype {
-            return Ok(self.reduce_to(sum)?.finish()?);
+            let in_flight = self.launch(|reduce, stream, bucket| {
+                let enqueued = reduce.sum_to_with(stream, bucket, sum, feedback);
+                enqueued.map(|()| sum)
+            })?;
+            return Ok(in_flight.finish()?);
         }
 
-        let in_flight = self.reduce()?;
+        let in_flight = self
+            .launch(|reduce, stream, bucket| reduce.sum_in_place_with(stream, bucket, feedback))?;
         let comm_stream = &in_flight.shared.comm_stream;
         if to.add {
             kernels.accumulate(comm_stream, in_flight.result, sum.typed()?)?;

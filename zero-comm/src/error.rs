@@ -185,13 +185,26 @@ pub enum CommError {
     #[error("{collective}: the sum of the counts exceeds the address space", collective = collective.name())]
     #[serde(skip)]
     CountsTooLarge { collective: Collective },
-    /// The bytes of an encoded shard end within an element of the codec's dtype.
+    /// The hops of a quantised reduction are not over its ranks.
     #[error(
-        "the wire codec encodes a shard in {bytes} bytes, which the {} bytes of {dtype} do not divide; return another \
-         format or dtype", dtype.size_bytes()
+        "hops of {hops:?} ranks: expected numbers whose product is the {world_size} ranks of the reduction, and ranks in \
+         their order"
     )]
     #[serde(skip)]
-    PartialElement { bytes: usize, dtype: DType },
+    Hops { hops: Vec<usize>, world_size: usize },
+    /// A quantised reduction of which every rank keeps the whole sum.
+    #[error(
+        "an all-reduce has no quantised form: keep a shard of the sum on each rank (Reduce::scatter, stages 1 to 3)"
+    )]
+    #[serde(skip)]
+    QuantisedAllReduce,
+    /// A piece of a shard that does not consist of whole blocks, with error feedback.
+    #[error(
+        "error feedback of {elems} elements of a shard: expected a multiple of a block's {block_elems} elements; align the \
+         layout's shards to BlockFormat::ALIGN_ELEMS"
+    )]
+    #[serde(skip)]
+    PartialBlock { elems: usize, block_elems: usize },
     /// The number of ranks does not divide the length of a buffer.
     #[error("{collective}: {len} elements are not divisible by {world_size} ranks", collective = collective.name())]
     #[serde(skip)]

@@ -7,6 +7,7 @@ mod comm_dtype;
 mod communicator;
 #[cfg(feature = "testing")]
 pub mod conformance;
+mod encoded;
 mod error;
 #[cfg(feature = "mpi")]
 pub mod mpi;
@@ -18,6 +19,7 @@ pub mod overlap;
 mod prefetch;
 #[cfg(all(feature = "processes", target_os = "linux"))]
 pub mod processes;
+mod quantised;
 mod reduce;
 mod scheduled;
 #[cfg(feature = "testing")]
@@ -44,10 +46,11 @@ pub use prefetch::{
     CallerMemory, OrderCheck, OwnShard, PlannedStep, PrefetchError, PrefetchOptions,
     PrefetchReport, PrefetchStep, Prefetcher, ShardSource, Unsharded, plan_step,
 };
+pub use quantised::UnitFeedback;
 pub use scheduled::{ScheduledComm, ScheduledGroups};
 pub use solo::Solo;
 pub use two_level::{LevelTraffic, TwoLevel};
-pub use unit_collectives::{Gather, Reduce, WireCast, WireCodec};
+pub use unit_collectives::{Gather, Reduce};
 pub use wait_on_drop::WaitOnDrop;
 #[cfg(feature = "processes")]
 pub use world::RendezvousError;

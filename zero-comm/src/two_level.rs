@@ -91,6 +91,13 @@ impl<D: Device> TwoLevel<D> {
         })
     }
 
+    /// The ranks of this rank's group, and those with its position: the hops of a
+    /// [quantised reduction](crate::Reduce::quantised). Their all-to-alls count as this
+    /// communicator's traffic, and no other calls do.
+    pub fn levels(&self) -> [&Arc<dyn Communicator<D>>; 2] {
+        [&self.within, &self.between]
+    }
+
     /// The bytes sent by each of the communicators.
     pub fn traffic_by_level(&self) -> LevelTraffic {
         LevelTraffic {
@@ -199,7 +206,11 @@ unsafe impl<D: Device> Communicator<D> for TwoLevel<D> {
     }
 
     fn traffic(&self) -> Traffic {
-        *self.traffic.lock() + self.ring.traffic()
+        // No call of this communicator is an all-to-all of a level.
+        let of_level = |comm: &Arc<dyn Communicator<D>>| comm.traffic().all_to_all_bytes;
+        let mut sent = *self.traffic.lock() + self.ring.traffic();
+        sent.all_to_all_bytes += of_level(&self.within) + of_level(&self.between);
+        sent
     }
 
     fn abort(&self, reason: &str) {

@@ -3,87 +3,35 @@
 //! ```text
 //! Gather   shards of all ranks --(encode)--> all_gather --(decode)--> the whole unit
 //! Reduce   gradients of all ranks --> reduce_scatter or all_reduce --> the sum, a shard or whole
+//!          or, quantised, for each hop: encode --> all_to_all --> decode, sum in fp32 --> the shard
 //! ```
 //!
 //! Every gather of parameters and every reduction of gradients is one of these two. Gradients
-//! travel in the dtype of the buckets that they were packed into; parameters as they are, or in the
-//! format of a [`WireCodec`].
+//! travel in the dtype of the buckets that they were packed into, or in blocks
+//! ([`Reduce::quantised`]); parameters as they are, or in a [`Codec`].
 
 use std::fmt;
 use std::sync::Arc;
 
-use zero_alloc::device::{AnySlice, DType, Device};
-use zero_alloc::{Pool, Purpose};
-use zero_kernels::{KernelError, Kernels};
-use zero_shard::{WireFormat, ZeroStage};
+use zero_alloc::Pool;
+use zero_alloc::device::{AnySlice, Device, DeviceSlice};
+use zero_kernels::{Codec, EncodeSums, Kernels};
+use zero_shard::{BlockFormat, ZeroStage};
 
+use crate::encoded::{Encoder, check_values};
+use crate::quantised::{PieceFeedback, Quantised};
 use crate::{Collective, CommError, Communicator, ReduceOp};
-
-/// A format in which parameters travel, such as a narrower dtype.
-///
-/// A gathered unit has the decoded values on all ranks alike, that of the shard's owner included.
-/// The shard itself keeps its values, so it must not be a part of the gathered unit.
-///
-/// # Safety
-/// The slices are memory of a pool, which is used again when the call's operations have ended:
-///
-/// - [`encode`](Self::encode) only reads `shard` and only writes `wire`;
-/// - [`decode`](Self::decode) only reads `wire` and only writes `whole`;
-/// - both by the `cast` of that call alone, on these slices or ranges of them;
-/// - no slice is kept.
-pub unsafe trait WireCodec: fmt::Debug + Send + Sync {
-    /// The dtype of the elements that collectives transmit.
-    fn dtype(&self) -> DType;
-
-    /// The bytes of an encoded shard.
-    fn format(&self) -> WireFormat;
-
-    /// Enqueues writing the encoded `shard` to `wire`.
-    ///
-    /// # Errors
-    /// A dtype is not supported, or the stream returned an error.
-    fn encode(
-        &self,
-        cast: WireCast<'_>,
-        shard: AnySlice,
-        wire: AnySlice,
-    ) -> Result<(), KernelError>;
-
-    /// Enqueues decoding `ranks` encoded shards, one after the other in `wire`, to `whole`.
-    ///
-    /// # Errors
-    /// As [`encode`](Self::encode).
-    fn decode(
-        &self,
-        cast: WireCast<'_>,
-        wire: AnySlice,
-        whole: AnySlice,
-        ranks: usize,
-    ) -> Result<(), KernelError>;
-}
-
-/// Enqueues, on the stream of the collective, the conversion of the elements of the first slice to
-/// the dtype of the second, of the same length.
-pub type WireCast<'a> = &'a dyn Fn(AnySlice, AnySlice) -> Result<(), KernelError>;
-
-/// A codec with what it needs on the device.
-#[derive(Clone)]
-struct Coded<D: Device> {
-    codec: Arc<dyn WireCodec>,
-    kernels: Arc<dyn Kernels<D>>,
-    pool: Pool<D>,
-}
 
 /// Gathers units from the shards of all ranks.
 #[derive(Clone)]
 pub struct Gather<D: Device> {
     comm: Arc<dyn Communicator<D>>,
-    coded: Option<Coded<D>>,
+    coded: Option<(Codec, Encoder<D>)>,
 }
 
 impl<D: Device> fmt::Debug for Gather<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let codec = self.coded.as_ref().map(|coded| &coded.codec);
+        let codec = self.coded.as_ref().map(|(codec, _)| codec);
         write!(f, "Gather({:?}, codec: {codec:?})", self.comm.group())
     }
 }
@@ -100,24 +48,33 @@ impl<D: Device> Gather<D> {
         Self { comm, coded: None }
     }
 
-    /// The same, with shards in the format of `codec`. A gather allocates the encoded unit from
-    /// `pool` and frees it in stream order.
-    #[must_use]
+    /// The same, with shards in the format of `codec`: blocks, bf16 or fp32. A gathered unit has the
+    /// decoded values on all ranks alike, that of the shard's owner included. A gather allocates
+    /// the encoded unit from `pool` and frees it in stream order.
+    ///
+    /// # Errors
+    /// Remainders, which are no values.
     pub fn with_codec(
         self,
-        codec: Arc<dyn WireCodec>,
+        codec: Codec,
         kernels: Arc<dyn Kernels<D>>,
         pool: Pool<D>,
-    ) -> Self {
-        let coded = Coded {
-            codec,
-            kernels,
-            pool,
-        };
-        Self {
-            coded: Some(coded),
+    ) -> Result<Self, CommError> {
+        check_values(codec)?;
+        Ok(Self {
+            coded: Some((codec, Encoder::new(kernels, pool))),
             ..self
+        })
+    }
+
+    /// The same, with the statistics of the blocks that this rank encodes added to `sums`, in the
+    /// order of the stream. Without blocks there are none.
+    #[must_use]
+    pub fn with_sums(mut self, sums: DeviceSlice<EncodeSums>) -> Self {
+        if let Some((_, encoder)) = &mut self.coded {
+            encoder.add_to(sums);
         }
+        self
     }
 
     /// The ranks.
@@ -126,7 +83,8 @@ impl<D: Device> Gather<D> {
     }
 
     /// Enqueues the gather of this rank's `shard` and those of the others to `whole`, in rank
-    /// order. Without a codec `shard` may be this rank's part of `whole`.
+    /// order. `shard` may be this rank's part of `whole`, and with a codec then has the decoded
+    /// values afterwards.
     ///
     /// # Errors
     /// Lengths or dtypes do not match, memory is exhausted, or the stream returned an error.
@@ -138,48 +96,59 @@ impl<D: Device> Gather<D> {
     ) -> Result<(), CommError> {
         match &self.coded {
             None => self.comm.all_gather(stream, shard, whole),
-            Some(coded) => self.enqueue_coded(coded, stream, shard, whole),
+            Some(coded) => self.enqueue_coded(coded, stream, shard, whole, false),
+        }
+    }
+
+    /// Enqueues the gather of the shards of the other ranks to their parts of `whole`, of which
+    /// this rank's part is its shard and keeps its values: exact ones, where the others get decoded
+    /// ones.
+    ///
+    /// # Errors
+    /// As [`Self::enqueue`].
+    pub fn enqueue_others(&self, stream: &D::Stream, whole: AnySlice) -> Result<(), CommError> {
+        let len = whole.len() / self.comm.world_size();
+        let start = self.comm.rank() * len;
+        let shard = whole.slice(start..start + len);
+        match &self.coded {
+            None => self.comm.all_gather(stream, shard, whole),
+            Some(coded) => self.enqueue_coded(coded, stream, shard, whole, true),
         }
     }
 
     fn enqueue_coded(
         &self,
-        coded: &Coded<D>,
+        (codec, encoder): &(Codec, Encoder<D>),
         stream: &D::Stream,
         shard: AnySlice,
         whole: AnySlice,
+        keeps_own: bool,
     ) -> Result<(), CommError> {
-        let Coded {
-            codec,
-            kernels,
-            pool,
-        } = coded;
-
-        let dtype = codec.dtype();
-        let bytes = codec.format().bytes(shard.len() as u64);
-        let too_large = CommError::CountsTooLarge {
-            collective: Collective::AllGather,
-        };
-        let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
-        let bytes = bytes.ok_or(too_large)?;
-        if !bytes.is_multiple_of(dtype.size_bytes()) {
-            return Err(CommError::PartialElement { bytes, dtype });
-        }
-        let len = bytes / dtype.size_bytes();
         let ranks = self.comm.world_size();
-        let mut block = pool.allocate(len * ranks, dtype, Purpose::Buckets, stream)?;
-        // SAFETY: only this stream uses the block, and it is recorded before the block is dropped.
-        let wire = unsafe { block.slice() };
+        let rank = self.comm.rank();
+        let elems = shard.len();
+        if whole.len() != elems * ranks {
+            return Err(CommError::Count {
+                what: "gather: whole",
+                expected: elems * ranks,
+                got: whole.len(),
+            });
+        }
+        let len = codec.bytes(elems) / codec.dtype().size_bytes();
+        let scratch = encoder.allocate(stream, len * ranks, codec.dtype())?;
+        let wire = scratch.slice();
+        let own = wire.slice(rank * len..(rank + 1) * len);
 
-        let cast = |from, to| kernels.cast(stream, from, to, 1.0);
-        let own = wire.slice(self.comm.rank() * len..(self.comm.rank() + 1) * len);
-        let enqueued = codec
-            .encode(&cast, shard, own)
-            .map_err(CommError::from)
-            .and_then(|()| self.comm.all_gather(stream, own, wire))
-            .and_then(|()| Ok(codec.decode(&cast, wire, whole, ranks)?));
-        block.record_use(stream)?;
-        enqueued
+        encoder.encode(stream, *codec, shard, own)?;
+        self.comm.all_gather(stream, own, wire)?;
+        let decoded = match keeps_own {
+            true => [0..rank, rank + 1..ranks],
+            false => [0..ranks, ranks..ranks],
+        };
+        let slices = (wire, whole);
+        decoded
+            .into_iter()
+            .try_for_each(|ranks| encoder.decode_shards(stream, *codec, slices, elems, ranks))
     }
 }
 
@@ -189,12 +158,17 @@ pub struct Reduce<D: Device> {
     comm: Arc<dyn Communicator<D>>,
     /// Whether a rank keeps its shard of the sum only.
     scatters: bool,
+    quantised: Option<Quantised<D>>,
 }
 
 impl<D: Device> fmt::Debug for Reduce<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kept = if self.scatters { "shards" } else { "wholes" };
-        write!(f, "Reduce({:?}, keeps {kept})", self.comm.group())
+        write!(f, "Reduce({:?}, keeps {kept}", self.comm.group())?;
+        match &self.quantised {
+            Some(quantised) => write!(f, ", {:?})", quantised.formats()),
+            None => f.write_str(")"),
+        }
     }
 }
 
@@ -204,6 +178,7 @@ impl<D: Device> Reduce<D> {
         Self {
             comm,
             scatters: true,
+            quantised: None,
         }
     }
 
@@ -212,6 +187,7 @@ impl<D: Device> Reduce<D> {
         Self {
             comm,
             scatters: false,
+            quantised: None,
         }
     }
 
@@ -220,6 +196,61 @@ impl<D: Device> Reduce<D> {
         Self {
             comm,
             scatters: stage.shards_optimizer(),
+            quantised: None,
+        }
+    }
+
+    /// The same, with gradients that travel in blocks: for each of `hops` an all-to-all of encoded
+    /// shards over its ranks, which are decoded and summed in fp32 in rank order, and encoded again
+    /// for the next (qgZ of ZeRO++, arXiv 2306.10209). Rank r of the reduction is rank
+    /// `r / (ranks of the later hops)` of the first hop, and so on: one hop over all ranks, or those
+    /// of [`TwoLevel::levels`](crate::TwoLevel::levels). One rank alone encodes nothing.
+    ///
+    /// A block with an infinity or NaN is decoded as NaN on its owner. The encoded gradients are
+    /// allocated from `pool` and freed in stream order.
+    ///
+    /// # Errors
+    /// Every rank keeps the whole sum, or the hops are not over the ranks of the reduction.
+    pub fn quantised(
+        self,
+        hops: Vec<(Arc<dyn Communicator<D>>, BlockFormat)>,
+        kernels: Arc<dyn Kernels<D>>,
+        pool: Pool<D>,
+    ) -> Result<Self, CommError> {
+        if !self.scatters {
+            return Err(CommError::QuantisedAllReduce);
+        }
+        let encoder = Encoder::new(kernels, pool);
+        let quantised = Quantised::new(self.comm.group(), hops, encoder)?;
+        let has_others = self.comm.world_size() > 1;
+        Ok(Self {
+            quantised: has_others.then_some(quantised),
+            ..self
+        })
+    }
+
+    /// For each hop of a quantised reduction over several ranks, the shards that this rank encodes:
+    /// [`UnitFeedback::errors`](crate::UnitFeedback::errors) has an element for each of theirs.
+    pub fn hop_shards(&self) -> Vec<usize> {
+        let quantised = self.quantised.as_ref();
+        quantised.map_or_else(Vec::new, Quantised::segments)
+    }
+
+    /// The same, with the statistics of the blocks that this rank encodes added to `sums`, in the
+    /// order of the stream.
+    #[must_use]
+    pub fn with_sums(mut self, sums: DeviceSlice<EncodeSums>) -> Self {
+        if let Some(quantised) = &mut self.quantised {
+            quantised.add_to(sums);
+        }
+        self
+    }
+
+    /// Elements that are reduced together: the cuts of a shard are multiples of it.
+    pub fn align_elems(&self) -> usize {
+        match self.quantised {
+            Some(_) => BlockFormat::ALIGN_ELEMS as usize,
+            None => 1,
         }
     }
 
@@ -244,6 +275,15 @@ impl<D: Device> Reduce<D> {
     /// The number of ranks does not divide the length, the dtype is not supported, or the stream
     /// returned an error.
     pub fn sum_in_place(&self, stream: &D::Stream, grad: AnySlice) -> Result<AnySlice, CommError> {
+        self.sum_in_place_with(stream, grad, None)
+    }
+
+    pub(crate) fn sum_in_place_with(
+        &self,
+        stream: &D::Stream,
+        grad: AnySlice,
+        feedback: Option<PieceFeedback<'_>>,
+    ) -> Result<AnySlice, CommError> {
         if !self.scatters {
             self.comm.all_reduce(stream, grad, grad, ReduceOp::Sum)?;
             return Ok(grad);
@@ -259,7 +299,10 @@ impl<D: Device> Reduce<D> {
         }
         let rank = self.comm.rank();
         let own = grad.slice(rank * (len / ranks)..(rank + 1) * (len / ranks));
-        self.comm.reduce_scatter(stream, grad, own, ReduceOp::Sum)?;
+        match &self.quantised {
+            Some(quantised) => quantised.sum(stream, grad, own, feedback)?,
+            None => self.comm.reduce_scatter(stream, grad, own, ReduceOp::Sum)?,
+        }
         Ok(own)
     }
 
@@ -274,11 +317,23 @@ impl<D: Device> Reduce<D> {
         grad: AnySlice,
         sum: AnySlice,
     ) -> Result<(), CommError> {
-        if self.scatters {
-            self.comm
-                .reduce_scatter_overwriting(stream, grad, sum, ReduceOp::Sum)
-        } else {
-            self.comm.all_reduce(stream, grad, sum, ReduceOp::Sum)
+        self.sum_to_with(stream, grad, sum, None)
+    }
+
+    pub(crate) fn sum_to_with(
+        &self,
+        stream: &D::Stream,
+        grad: AnySlice,
+        sum: AnySlice,
+        feedback: Option<PieceFeedback<'_>>,
+    ) -> Result<(), CommError> {
+        match &self.quantised {
+            Some(quantised) => quantised.sum(stream, grad, sum, feedback),
+            None if self.scatters => {
+                self.comm
+                    .reduce_scatter_overwriting(stream, grad, sum, ReduceOp::Sum)
+            }
+            None => self.comm.all_reduce(stream, grad, sum, ReduceOp::Sum),
         }
     }
 }

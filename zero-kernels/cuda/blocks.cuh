@@ -33,7 +33,10 @@ __device__ __forceinline__ void fill_tables(BlockTables<BITS> &tables, const Blo
         float low = values.of[at], high = values.of[at + 1];
         float middle = (float)(((double)low + (double)high) * 0.5);
         if (ties_down) middle = __uint_as_float(__float_as_uint(middle) + (middle < 0.0f ? -1 : 1));
-        tables.tree[node] = low == high ? __uint_as_float(0xff800000u) : middle;
+        if (low == high) middle = __uint_as_float(0xff800000u);
+        // Only 0 has the code of 0 where values are not negative.
+        if (at == 0 && low == 0.0f) middle = __uint_as_float(1u);
+        tables.tree[node] = middle;
     }
 }
 

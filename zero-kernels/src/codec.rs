@@ -150,7 +150,7 @@ pub enum Rounding {
 
 impl Rounding {
     /// From the element at `start` on.
-    pub(crate) fn from_elem(self, start: usize) -> Self {
+    pub(crate) fn starting_at(self, start: usize) -> Self {
         match self {
             Self::Nearest => self,
             Self::Stochastic { seed, first } => Self::Stochastic {

@@ -260,7 +260,7 @@ impl UpdateArgs {
                 .map(|slot| slot.slice(range.clone()))
                 .collect(),
             grad: part(self.grad),
-            rounding: self.rounding.from_elem(range.start),
+            rounding: self.rounding.starting_at(range.start),
             ..*self
         }
     }

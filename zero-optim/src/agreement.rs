@@ -366,7 +366,7 @@ impl<D: Device> ShardedOptimizer<D> {
         let mut settings = RankSettings::new();
 
         settings.push("param_dtype", param_dtype);
-        match state.arrays().masters() {
+        match state.masters() {
             None => settings.push("masters", "Params"),
             Some(codec) => settings.push("masters", format!("{codec:?}")),
         }
@@ -384,9 +384,10 @@ impl<D: Device> ShardedOptimizer<D> {
             pieces: _,
             state_elems: _,
             settable: _,
+            arrays: _,
         } = groups;
         for (nth, update) in updates.iter().enumerate() {
-            push_rule(&mut settings, nth, &*update.rule);
+            push_rule(&mut settings, nth, &**update);
         }
         push_config(&mut settings, controller.config());
         settings.push("rules of groups", format!("{rules:?}"));
@@ -396,7 +397,7 @@ impl<D: Device> ShardedOptimizer<D> {
                     continue;
                 };
                 let name = format!("update rule of group {group}");
-                settings.push(name, format!("{} ({nth})", updates[nth].rule.name()));
+                settings.push(name, format!("{} ({nth})", updates[nth].name()));
             }
         }
         for (name, group) in assigned {

@@ -9,7 +9,7 @@ use zero_alloc::host::HostDevice;
 use zero_alloc::swap::{SwapFile, SwapRing};
 use zero_alloc::{Pool, Purpose};
 use zero_kernels::step::{GradStats, StepScalars};
-use zero_kernels::{Kernels, UpdateRule};
+use zero_kernels::{Codec, Kernels, Slot, UpdateRule};
 
 use crate::controller::{OptimizerConfig, StepController};
 use crate::format::{Masters, StateArrays, StateFormat, StateHome};
@@ -27,11 +27,9 @@ const STEP_SCALARS_ELEMS: usize = size_of::<StepScalars>() / size_of::<f32>();
 /// there is for hosts only.
 type MakeOffloaded<D> = fn(
     &Pool<D>,
-    Arc<dyn Kernels<D>>,
     &<D as Device>::Stream,
     &Resolved,
     usize,
-    StateArrays,
     &StateHome,
 ) -> Result<Pieces<D>, OptimError>;
 
@@ -109,8 +107,9 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
         self
     }
 
-    /// Sets the formats of masters and moments. Moments in another format than fp32 need
-    /// [`Self::offload`].
+    /// Sets the formats of masters and moments. Moments in bf16 need
+    /// [`Self::offload`]; those of 8 and 4 bits need groups of [`ParamGroups::of_layout`], of an
+    /// aligned layout ([`Moments::align_elems`](crate::Moments::align_elems)).
     ///
     /// [`Masters::Remainder`], for bf16 parameters: masters as a 16-bit remainder beside each
     /// parameter, 10 bytes of Adam's state an element in place of 12, and 26 bytes of traffic an
@@ -155,24 +154,22 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
         let one_group = ParamGroups::default();
         let groups = self.groups.unwrap_or(&one_group);
         let rule = self.rule.unwrap_or_else(|| config.rule());
-        let arrays = groups.arrays(&*rule, param_dtype, self.format)?;
         let elems = check_segments(&segments)?;
-        let groups = groups.resolve(config, &rule, &arrays, &segments, elems)?;
+        let groups = groups.resolve(config, &rule, (param_dtype, self.format), &segments, elems)?;
         let sub_group_elems = config.sub_group_elems;
         controller.set_rates(groups.rates.clone());
 
-        let for_state = Arc::clone(&kernels);
+        for slot in groups.arrays.iter().flat_map(StateArrays::slots) {
+            // Device steps are enqueued before their numbers are known, which select random bits.
+            let is_random = slot.codec == Codec::Bf16 && self.offloaded.is_none();
+            if is_random || !kernels.updates(slot.codec) {
+                let Slot { name, codec } = *slot;
+                return Err(OptimError::SlotOnDevice { slot: name, codec });
+            }
+        }
         let state = match self.offloaded {
-            Some((make, home)) => make(
-                pool,
-                for_state,
-                stream,
-                &groups,
-                sub_group_elems,
-                arrays,
-                &home,
-            )?,
-            None => Pieces::on_device(pool, for_state, stream, groups.state_elems, arrays)?,
+            Some((make, home)) => make(pool, stream, &groups, sub_group_elems, &home)?,
+            None => Pieces::on_device(pool, stream, &groups)?,
         };
 
         let workspace = |elems, dtype| pool.allocate(elems, dtype, Purpose::Workspace, stream);

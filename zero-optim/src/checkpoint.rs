@@ -13,11 +13,13 @@ use serde::Deserialize;
 use serde_json::Value;
 use zero_alloc::device::{AnySlice, DType, Device};
 use zero_ckpt::{
-    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, StateDtype, Store, View,
+    CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, StateDtype,
+    StateEncoding, Store, View,
 };
+use zero_kernels::Codec;
 use zero_shard::{Layout, UnitLayout};
 
-use crate::{OptimError, Progress, ShardedOptimizer, StateKind, StateRange};
+use crate::{OptimError, Progress, ShardedOptimizer, StateArrays, StateKind, StateRange};
 
 /// The key of the progress in the checkpoint's trainer document.
 const PROGRESS: &str = "progress";
@@ -274,7 +276,7 @@ impl<D: Device> ShardedOptimizer<D> {
         stream: &D::Stream,
         own: &RankParams<'_, impl AsRef<[(AnySlice, usize)]>>,
         limit: Duration,
-    ) -> Result<Vec<(StateKind, Vec<f32>)>, CheckpointError> {
+    ) -> Result<Vec<(StateKind, StateEncoding, Vec<f32>)>, CheckpointError> {
         self.starts(own)?;
         self.check_count("params", own.params.len())?;
         let elems = own.layout.shard_elems() as usize;
@@ -304,7 +306,12 @@ impl<D: Device> ShardedOptimizer<D> {
                     limit,
                 )?;
             }
-            states.push((kind, storage));
+            let arrays = self.state.arrays().iter();
+            let with_slot = arrays
+                .clone()
+                .find(|arrays| arrays.kinds().any(|of| of == kind));
+            let encoding = with_slot.map_or(StateDtype::F32.into(), |arrays| arrays.encoding(kind));
+            states.push((kind, encoding, storage));
         }
 
         Ok(states)
@@ -353,17 +360,33 @@ impl<D: Device> ShardedOptimizer<D> {
     }
 }
 
+impl StateArrays {
+    /// How a checkpoint holds a kind of state: running averages in blocks as they are, all else in
+    /// fp32.
+    pub fn encoding(&self, kind: StateKind) -> StateEncoding {
+        let slots = self.slots().iter();
+        let codec = match kind {
+            StateKind::Master => None,
+            StateKind::Slot(name) => slots.clone().find(|slot| slot.name == name),
+        };
+        match codec.map(|slot| slot.codec) {
+            Some(Codec::Blocks(format)) => StateEncoding::averages(format),
+            _ => StateDtype::F32.into(),
+        }
+    }
+}
+
 /// Stages this rank's file.
 fn stage(
     store: &Store,
     step: u64,
     layout: &Layout,
     rank: u64,
-    states: &[(StateKind, Vec<f32>)],
+    states: &[(StateKind, StateEncoding, Vec<f32>)],
 ) -> Result<zero_ckpt::StagedFile, CkptError> {
     let mut shard = ShardData::new(layout, rank)?;
-    for (kind, storage) in states {
-        shard.storage_f32(kind.name(), storage)?;
+    for (kind, encoding, storage) in states {
+        shard.storage_as(kind.name(), *encoding, storage)?;
     }
     store.stage(step, &shard)
 }

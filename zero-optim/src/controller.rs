@@ -115,7 +115,7 @@ impl OptimizerConfig {
 
     /// The arrays of the rule's state, in `format`, for parameters of `param_dtype`.
     pub fn arrays(&self, param_dtype: DType, format: StateFormat) -> StateArrays {
-        StateArrays::new([&*self.rule()], param_dtype, format)
+        StateArrays::new(&*self.rule(), param_dtype, format)
     }
 
     /// The settings as [`zero_kernels::step`] reads them, for a table of rates that starts at

@@ -2,7 +2,8 @@
 
 use zero_alloc::AllocError;
 use zero_alloc::device::{Cause, DType, DeviceError};
-use zero_kernels::{KernelError, SettingError};
+use zero_kernels::{Codec, KernelError, SettingError};
+use zero_shard::BlockFormat;
 
 /// An error of creating an optimizer or of a step.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -175,6 +176,18 @@ pub enum OptimError {
         what: &'static str,
         reason: String,
     },
+    /// Values to write begin or end within a block of state.
+    #[error(
+        "unit {unit}: {kind} is in blocks of {block_elems} elements; write whole blocks, not elements {start}..{end}"
+    )]
+    PartOfBlock {
+        unit: String,
+        kind: &'static str,
+        /// Relative to the segment's start.
+        start: usize,
+        end: usize,
+        block_elems: usize,
+    },
     /// The update rules have no slot of this name.
     #[error("no state {kind}: the optimizer has {}", kinds.join(", "))]
     NoState {
@@ -182,9 +195,24 @@ pub enum OptimError {
         /// The kinds that it has.
         kinds: Vec<&'static str>,
     },
-    /// A slot whose format launches cannot use as it is stored.
-    #[error("{slot} in another format than fp32 needs an optimizer that is offloaded")]
-    SlotOnDevice { slot: &'static str },
+    /// A slot in a format that the device's launches cannot update.
+    #[error(
+        "{slot} cannot be in {codec:?} in memory of this device; use another format, or an optimizer that is offloaded"
+    )]
+    SlotOnDevice { slot: &'static str, codec: Codec },
+    /// A run of elements begins or ends within a block of state.
+    #[error(
+        "unit {unit}: elements {start}..{end} have state in blocks of {block_elems}, but do not begin and end with blocks; \
+         make the layout with param_align_elems and shard_align_elems of {}, and the groups with ParamGroups::of_layout",
+        BlockFormat::ALIGN_ELEMS
+    )]
+    CutBlock {
+        unit: String,
+        /// Relative to the segment's start.
+        start: usize,
+        end: usize,
+        block_elems: usize,
+    },
     /// A slot of an update rule that an optimizer cannot keep.
     #[error("slot {slot} of the update rule {rule} {reason}")]
     Slot {

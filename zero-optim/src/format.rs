@@ -14,7 +14,8 @@ use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::SwapOptions;
-use zero_kernels::{Codec, Slot, UpdateRule};
+use zero_kernels::{AverageCodecs, Codec, Slot, UpdateRule};
+use zero_shard::{BlockFormat, LayoutOptions, WireFormat};
 
 use crate::OptimError;
 
@@ -47,9 +48,9 @@ pub enum StateHome {
 
 /// The formats of an optimizer's state; see
 /// [`OptimizerBuilder::format`](crate::OptimizerBuilder::format). In JSON
-/// `{"remainder": false, "bf16_moments": false}`.
+/// `{"remainder": false, "bf16_moments": false}`, and for moments of 8 or 4 bits `"moments": "8bit"`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Recorded", into = "Recorded")]
+#[serde(try_from = "Recorded", into = "Recorded")]
 #[non_exhaustive]
 pub struct StateFormat {
     /// The master weights of 16-bit parameters.
@@ -74,26 +75,60 @@ pub enum Masters {
     Remainder,
 }
 
-/// The format of running averages of gradients. As text: `fp32` or `bf16`.
+/// The format of running averages of gradients. As text: `fp32`, `bf16`, `8bit` or `4bit`.
+///
+/// Averages of 8 and 4 bits are in blocks ([`BlockFormat`]), each a range of a parameter: with the
+/// same gradients they have the same bits at any stage and number of ranks. Runs of elements then
+/// begin and end at multiples of [`BlockFormat::ALIGN_ELEMS`], to which the layout aligns
+/// parameters and shards ([`Moments::layout_options`]). Small parameters, such as biases and norms, have
+/// averages in fp32 ([`BlockFormat::holds`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Moments {
     /// fp32.
     #[default]
     Fp32,
-    /// bf16, rounded stochastically, for an optimizer that is offloaded: to nearest, a second
-    /// moment would not fall, since a step changes it by less than half a unit in the last place.
-    /// The random bits follow from the step and the place in this rank's state, so a run has the
-    /// same bits again, but other bits at another stage, with other ranks or other frozen elements.
+    /// bf16, rounded stochastically, on the host: to nearest, a second moment would not fall, since
+    /// a step changes it by less than half a unit in the last place. The random bits follow from
+    /// the step and the place in this rank's state, so a run has the same bits again, but other
+    /// bits at another stage, with other ranks or other frozen elements.
     Bf16,
+    /// 8 bits ([`BlockFormat::Dynamic8`], [`BlockFormat::PositiveDynamic8`]): 1.016 bytes each.
+    EightBit,
+    /// 4 bits ([`BlockFormat::Dynamic4`], [`BlockFormat::PositiveLinear4`]): 0.531 bytes each.
+    FourBit,
 }
 
 impl Moments {
-    /// The format of an array of them.
-    pub const fn codec(self) -> Codec {
+    /// The formats of an array of them.
+    pub fn codecs(self) -> AverageCodecs {
+        let blocks = |signed, positive| AverageCodecs {
+            signed: Codec::Blocks(signed),
+            positive: Codec::Blocks(positive),
+        };
         match self {
-            Self::Fp32 => Codec::Fp32,
-            Self::Bf16 => Codec::Bf16,
+            Self::Fp32 => Codec::Fp32.into(),
+            Self::Bf16 => Codec::Bf16.into(),
+            Self::EightBit => blocks(BlockFormat::Dynamic8, BlockFormat::PositiveDynamic8),
+            Self::FourBit => blocks(BlockFormat::Dynamic4, BlockFormat::PositiveLinear4),
+        }
+    }
+
+    /// The options of a layout whose state is in this format: with whole blocks in each shard.
+    #[must_use]
+    pub fn layout_options(self, options: LayoutOptions) -> LayoutOptions {
+        match self {
+            Self::Fp32 | Self::Bf16 => options,
+            Self::EightBit | Self::FourBit => options.in_blocks(),
+        }
+    }
+
+    /// The format of a parameter that is not [in blocks](BlockFormat::holds).
+    #[must_use]
+    pub const fn without_blocks(self) -> Self {
+        match self {
+            Self::EightBit | Self::FourBit => Self::Fp32,
+            _ => self,
         }
     }
 }
@@ -129,7 +164,12 @@ macro_rules! names {
     };
 }
 names!(Masters { Fp32 = "fp32", Remainder = "remainder" });
-names!(Moments { Fp32 = "fp32", Bf16 = "bf16" });
+names!(Moments {
+    Fp32 = "fp32",
+    Bf16 = "bf16",
+    EightBit = "8bit",
+    FourBit = "4bit"
+});
 
 /// [`StateFormat`] in JSON, as runs of earlier versions recorded it.
 #[derive(Default, Serialize, Deserialize)]
@@ -137,33 +177,40 @@ names!(Moments { Fp32 = "fp32", Bf16 = "bf16" });
 struct Recorded {
     remainder: bool,
     bf16_moments: bool,
+    /// Of 8 or 4 bits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    moments: Option<String>,
 }
 
-impl From<Recorded> for StateFormat {
-    fn from(recorded: Recorded) -> Self {
-        Self {
-            masters: match recorded.remainder {
-                true => Masters::Remainder,
-                false => Masters::Fp32,
-            },
-            moments: match recorded.bf16_moments {
-                true => Moments::Bf16,
-                false => Moments::Fp32,
-            },
-        }
+impl TryFrom<Recorded> for StateFormat {
+    type Error = String;
+
+    fn try_from(recorded: Recorded) -> Result<Self, String> {
+        let moments = match (recorded.moments, recorded.bf16_moments) {
+            (Some(moments), _) => moments.parse()?,
+            (None, true) => Moments::Bf16,
+            (None, false) => Moments::Fp32,
+        };
+        let masters = match recorded.remainder {
+            true => Masters::Remainder,
+            false => Masters::Fp32,
+        };
+        Ok(Self { masters, moments })
     }
 }
 
 impl From<StateFormat> for Recorded {
     fn from(format: StateFormat) -> Self {
+        let is_named = matches!(format.moments, Moments::EightBit | Moments::FourBit);
         Self {
             remainder: format.masters == Masters::Remainder,
             bf16_moments: format.moments == Moments::Bf16,
+            moments: is_named.then(|| format.moments.to_string()),
         }
     }
 }
 
-/// A kind of optimizer state; each is fp32.
+/// A kind of optimizer state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum StateKind {
     /// The fp32 weights of bf16 or fp16 parameters.
@@ -182,8 +229,8 @@ impl StateKind {
     }
 }
 
-/// The arrays of an optimizer's state: the masters, and the slots of its update rules. Every
-/// formula of their memory asks them.
+/// The arrays of state of elements: the masters, and the slots of their update rule. Every formula
+/// of their memory asks them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateArrays {
     /// `None`: the parameters are the masters.
@@ -192,34 +239,23 @@ pub struct StateArrays {
 }
 
 impl StateArrays {
-    /// The arrays of `rules`, in `format`, for parameters of `param_dtype`. An element has all
-    /// slots that any rule has; rules share those of one name.
-    pub fn new<'a>(
-        rules: impl IntoIterator<Item = &'a dyn UpdateRule>,
-        param_dtype: DType,
-        format: StateFormat,
-    ) -> Self {
-        let mut slots: Vec<Slot> = Vec::new();
-        for slot in rules
-            .into_iter()
-            .flat_map(|rule| rule.slots(format.moments.codec()))
-        {
-            if slots.iter().all(|other| other.name != slot.name) {
-                slots.push(slot);
-            }
-        }
+    /// The arrays of elements that `rule` updates, in `format`, with parameters of `param_dtype`.
+    pub fn new(rule: &dyn UpdateRule, param_dtype: DType, format: StateFormat) -> Self {
         let masters = match (param_dtype, format.masters) {
             (DType::F32, _) => None,
             (_, Masters::Fp32) => Some(Codec::Fp32),
             (_, Masters::Remainder) => Some(Codec::Remainders),
         };
-        Self { masters, slots }
+        Self {
+            masters,
+            slots: rule.slots(format.moments.codecs()),
+        }
     }
 
     /// Checks the slots that `rules` declare for averages in this format.
     pub(crate) fn check<'a>(
         rules: impl IntoIterator<Item = &'a dyn UpdateRule>,
-        averages: Codec,
+        averages: AverageCodecs,
     ) -> Result<(), OptimError> {
         let mut of_others: Vec<Slot> = Vec::new();
         for rule in rules {
@@ -235,7 +271,7 @@ impl StateArrays {
                 } else if slots[..nth].iter().any(is_slot) {
                     "is declared twice: give each slot its own name"
                 } else if of_others.iter().any(differs) {
-                    "has another format than the slot of this name of another rule, with which it shares memory: use one \
+                    "has another format than the slot of this name of another rule, with which it shares a state in checkpoints: use one \
                      format, or another name"
                 } else {
                     continue;
@@ -257,10 +293,19 @@ impl StateArrays {
         self.masters.map_or(0, |masters| masters.bytes(elems)) + slots.sum::<usize>()
     }
 
-    /// Bytes of fp32 scratch for an update of `elems` elements: of the slots in other formats.
-    pub fn decoded_bytes(&self, elems: usize) -> usize {
-        let decoded = self.slots.iter().filter(|slot| slot.codec.is_decoded());
-        decoded.count() * Codec::Fp32.bytes(elems)
+    /// [`Self::bytes`] as the formulas of memory have it.
+    pub fn wire(&self) -> WireFormat {
+        let block_elems = self.block_elems();
+        WireFormat {
+            block_elems: block_elems as u64,
+            block_bytes: self.bytes(block_elems) as u64,
+        }
+    }
+
+    /// Elements that are stored together: ranges of the state begin at multiples of it.
+    pub fn block_elems(&self) -> usize {
+        let slots = self.slots.iter().map(|slot| slot.codec.block_elems());
+        slots.max().unwrap_or(1)
     }
 
     /// The kinds of state, in the order in which checkpoints have them.
@@ -280,6 +325,17 @@ impl StateArrays {
     /// The position of the slot with this name.
     pub(crate) fn slot(&self, name: &str) -> Option<usize> {
         self.slots.iter().position(|slot| slot.name == name)
+    }
+
+    /// The kinds of state of all, in the order in which checkpoints have them.
+    pub(crate) fn all_kinds(all: &[Self]) -> Vec<StateKind> {
+        let mut kinds = vec![StateKind::Master];
+        for kind in all.iter().flat_map(Self::kinds) {
+            if !kinds.contains(&kind) {
+                kinds.push(kind);
+            }
+        }
+        kinds
     }
 
     /// The parts of a piece, in bytes from its start: the masters, and each slot.
@@ -331,7 +387,7 @@ mod tests {
         assert_eq!(json, r#"{"remainder":false,"bf16_moments":false}"#);
         assert_eq!(
             "int8".parse::<Moments>(),
-            Err("expected fp32 or bf16".to_owned())
+            Err("expected fp32 or bf16 or 8bit or 4bit".to_owned())
         );
     }
 
@@ -340,12 +396,21 @@ mod tests {
         let adam = AdamHyper::default();
         let bytes = |dtype, masters, moments| {
             let format = StateFormat { masters, moments };
-            StateArrays::new([&adam as &dyn UpdateRule], dtype, format).bytes(1)
+            StateArrays::new(&adam, dtype, format).bytes(256)
         };
-        assert_eq!(bytes(DType::F32, Masters::Fp32, Moments::Fp32), 8);
-        assert_eq!(bytes(DType::F16, Masters::Fp32, Moments::Fp32), 12);
-        assert_eq!(bytes(DType::Bf16, Masters::Remainder, Moments::Fp32), 10);
-        assert_eq!(bytes(DType::Bf16, Masters::Fp32, Moments::Bf16), 8);
-        assert_eq!(bytes(DType::Bf16, Masters::Remainder, Moments::Bf16), 6);
+        assert_eq!(bytes(DType::F32, Masters::Fp32, Moments::Fp32), 8 * 256);
+        assert_eq!(bytes(DType::F16, Masters::Fp32, Moments::Fp32), 12 * 256);
+        assert_eq!(
+            bytes(DType::Bf16, Masters::Remainder, Moments::Fp32),
+            10 * 256
+        );
+        assert_eq!(bytes(DType::Bf16, Masters::Fp32, Moments::Bf16), 8 * 256);
+        assert_eq!(
+            bytes(DType::Bf16, Masters::Remainder, Moments::Bf16),
+            6 * 256
+        );
+        let remainder = |moments| bytes(DType::Bf16, Masters::Remainder, moments);
+        assert_eq!(remainder(Moments::EightBit), 2 * 256 + 2 * 260);
+        assert_eq!(remainder(Moments::FourBit), 2 * 256 + 4 * 68);
     }
 }

@@ -18,7 +18,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
 use zero_kernels::step::StepRates;
-use zero_kernels::{Codec, Grain, StepPoint, UpdateRule};
+use zero_kernels::{Grain, StepPoint, UpdateRule};
+use zero_shard::{BlockFormat, Layout, ParamId, ShardError};
 
 use crate::format::{StateArrays, StateFormat};
 use crate::segments::Segment;
@@ -103,6 +104,9 @@ pub struct GroupRun {
     pub elems: Range<usize>,
     /// The position of its rules in [`ParamGroups::rules`].
     pub group: usize,
+    /// Whether it is of small parameters, whose averages are in fp32 where others have 8 or 4 bits
+    /// ([`BlockFormat::holds`]).
+    pub is_small: bool,
 }
 
 /// Parameter groups. Without runs, all elements have the optimizer's own rules.
@@ -190,24 +194,9 @@ pub(crate) struct LaunchRules {
     pub(crate) scalars: usize,
     /// The position in [`Resolved::updates`].
     pub(crate) update: usize,
+    /// The position in [`Resolved::arrays`].
+    pub(crate) arrays: usize,
     pub(crate) weight_decay: f64,
-}
-
-/// An update rule, and its slots among those of the state.
-#[derive(Clone, Debug)]
-pub(crate) struct GroupUpdate {
-    pub(crate) rule: Arc<dyn UpdateRule>,
-    pub(crate) slots: Vec<usize>,
-}
-
-impl GroupUpdate {
-    fn new(rule: Arc<dyn UpdateRule>, arrays: &StateArrays) -> Self {
-        let slots = rule.slots(Codec::Fp32).into_iter();
-        Self {
-            slots: slots.filter_map(|slot| arrays.slot(slot.name)).collect(),
-            rule,
-        }
-    }
 }
 
 /// The pieces of all units, and the distinct rules.
@@ -215,8 +204,9 @@ impl GroupUpdate {
 pub(crate) struct Resolved {
     /// The rules of each group.
     pub(crate) rules: Vec<GroupRules>,
-    /// The position in `launch_rules` of each group; `None` if it is frozen.
-    pub(crate) launch_of: Vec<Option<usize>>,
+    /// The positions in `launch_rules` of each group, of its large and its small parameters; `None`
+    /// if it is frozen.
+    pub(crate) launch_of: Vec<Option<[usize; 2]>>,
     /// Whether no two groups share launch rules or rates.
     pub(crate) settable: bool,
     /// The group of each parameter by name, if it is known.
@@ -225,7 +215,9 @@ pub(crate) struct Resolved {
     pub(crate) pieces: Vec<Vec<Piece>>,
     pub(crate) launch_rules: Vec<LaunchRules>,
     /// The update rules; the first is the optimizer's own.
-    pub(crate) updates: Vec<GroupUpdate>,
+    pub(crate) updates: Vec<Arc<dyn UpdateRule>>,
+    /// The arrays of state that elements have.
+    pub(crate) arrays: Vec<StateArrays>,
     /// One for each element of the step's scalars; the first is the optimizer's own.
     pub(crate) rates: Vec<RateSet>,
     /// Elements of the state storage: those that are not frozen.
@@ -234,7 +226,8 @@ pub(crate) struct Resolved {
 
 impl ParamGroups {
     /// Groups with these rules. The runs are ranges of the elements with positions in `rules`, such
-    /// as those of `zero_shard::Layout::group_runs`.
+    /// as those of [`Layout::group_runs`]; all count as large, so [`Self::of_layout`] is for moments
+    /// of 8 and 4 bits.
     pub fn new(
         rules: Vec<GroupRules>,
         runs: impl IntoIterator<Item = (Range<usize>, usize)>,
@@ -243,13 +236,48 @@ impl ParamGroups {
             rules,
             runs: runs
                 .into_iter()
-                .map(|(elems, group)| GroupRun { elems, group })
+                .map(|(elems, group)| GroupRun {
+                    elems,
+                    group,
+                    is_small: false,
+                })
                 .collect(),
             ..Self::default()
         }
     }
 
-    /// Updates the elements of `group` by `rule`. All elements have the slots of all rules.
+    /// Groups with these rules, where `group_of` is the position of a parameter's in them: of the
+    /// shard storage of `rank`, or of the whole storage.
+    ///
+    /// # Errors
+    /// There is no such rank.
+    pub fn of_layout(
+        rules: Vec<GroupRules>,
+        layout: &Layout,
+        rank: Option<u64>,
+        mut group_of: impl FnMut(ParamId) -> usize,
+    ) -> Result<Self, ShardError> {
+        let coded = |id: ParamId| {
+            let elems = layout.units()[id.unit].params[id.param].numel_elems;
+            2 * group_of(id) + usize::from(!BlockFormat::holds(elems))
+        };
+        let runs = match rank {
+            Some(rank) => layout.group_runs(rank, coded)?,
+            None => layout.whole_group_runs(coded),
+        };
+        let runs = runs.into_iter().map(|(elems, coded)| GroupRun {
+            elems,
+            group: coded / 2,
+            is_small: coded % 2 == 1,
+        });
+        Ok(Self {
+            rules,
+            runs: runs.collect(),
+            ..Self::default()
+        })
+    }
+
+    /// Updates the elements of `group` by `rule`.
     #[must_use]
     pub fn update(mut self, group: usize, rule: Arc<dyn UpdateRule>) -> Self {
         self.updates.push((group, rule));
@@ -274,22 +302,10 @@ impl ParamGroups {
     /// The number of distinct sets of learning rate and betas, the optimizer's own included: the
     /// factor of [`DeviceStepConfig::bytes`](crate::DeviceStepConfig::bytes).
     pub fn rate_sets(&self, config: &OptimizerConfig) -> usize {
-        self.distinct(&self.rules, &config.rule(), config)
+        let format = (DType::F32, StateFormat::default());
+        self.distinct(&self.rules, &config.rule(), config, format)
             .rates
             .len()
-    }
-
-    /// The arrays of state for these groups and the optimizer's own rule, whose slots it checks.
-    pub(crate) fn arrays(
-        &self,
-        own: &dyn UpdateRule,
-        param_dtype: DType,
-        format: StateFormat,
-    ) -> Result<StateArrays, OptimError> {
-        let others = self.updates.iter().map(|(_, rule)| &**rule);
-        let rules = std::iter::once(own).chain(others);
-        StateArrays::check(rules.clone(), format.moments.codec())?;
-        Ok(StateArrays::new(rules, param_dtype, format))
     }
 
     /// Checks the rules of groups, whose runs have `groups` groups.
@@ -322,6 +338,7 @@ impl ParamGroups {
         rules: &[GroupRules],
         own: &Arc<dyn UpdateRule>,
         config: &OptimizerConfig,
+        (param_dtype, format): (DType, StateFormat),
     ) -> Distinct {
         fn place<T>(all: &mut Vec<T>, value: T, same: impl Fn(&T, &T) -> bool) -> usize {
             let at = all.iter().position(|other| same(other, &value));
@@ -336,6 +353,7 @@ impl ParamGroups {
             launch_of: Vec::new(),
             launches: Vec::new(),
             updates: vec![Arc::clone(own)],
+            arrays: vec![StateArrays::new(&**own, param_dtype, format)],
             rates: vec![RateSet::own(own)],
         };
         for (group, rules) in rules.iter().enumerate() {
@@ -345,13 +363,20 @@ impl ParamGroups {
             }
             let rule = self.update_of(group, own);
             let rates = RateSet::new(rules, rule, config);
-            let launch = LaunchRules {
-                scalars: place(&mut distinct.rates, rates, |a, b| is_shared && a == b),
-                update: place(&mut distinct.updates, Arc::clone(rule), Arc::ptr_eq),
-                weight_decay: rules.weight_decay.unwrap_or(rule.weight_decay()),
-            };
-            let launch = place(&mut distinct.launches, launch, |a, b| is_shared && a == b);
-            distinct.launch_of.push(Some(launch));
+            let scalars = place(&mut distinct.rates, rates, |a, b| is_shared && a == b);
+            let update = place(&mut distinct.updates, Arc::clone(rule), Arc::ptr_eq);
+            let small = format.moments(format.moments.without_blocks());
+            let launches = [format, small].map(|format| {
+                let arrays = StateArrays::new(&**rule, param_dtype, format);
+                let launch = LaunchRules {
+                    scalars,
+                    update,
+                    arrays: place(&mut distinct.arrays, arrays, PartialEq::eq),
+                    weight_decay: rules.weight_decay.unwrap_or(rule.weight_decay()),
+                };
+                place(&mut distinct.launches, launch, PartialEq::eq)
+            });
+            distinct.launch_of.push(Some(launches));
         }
         distinct
     }
@@ -361,13 +386,14 @@ impl ParamGroups {
         &self,
         config: &OptimizerConfig,
         own_rule: &Arc<dyn UpdateRule>,
-        arrays: &StateArrays,
+        (param_dtype, format): (DType, StateFormat),
         segments: &[Segment],
         elems: usize,
     ) -> Result<Resolved, OptimError> {
         let own = [GroupRun {
             elems: 0..elems,
             group: 0,
+            is_small: false,
         }];
 
         let (rules, runs) = match self.runs[..] {
@@ -391,17 +417,21 @@ impl ParamGroups {
                 "false: the update rule of a group has no betas for the schedule to cycle",
             )?;
         }
-        let distinct = self.distinct(rules, own_rule, config);
+        let others = self.updates.iter().map(|(_, rule)| &**rule);
+        let all = std::iter::once(&**own_rule).chain(others);
+        StateArrays::check(all, format.moments.codecs())?;
+
+        let distinct = self.distinct(rules, own_rule, config, (param_dtype, format));
         let mut cutter = Cutter {
             runs,
-            launch_of: &distinct.launch_of,
+            distinct: &distinct,
             next_run: 0,
             state_elems: 0,
         };
         let pieces = segments
             .iter()
             .map(|segment| cutter.pieces_of(segment))
-            .collect();
+            .collect::<Result<_, _>>()?;
         let state_elems = cutter.state_elems;
 
         Ok(Resolved {
@@ -411,11 +441,8 @@ impl ParamGroups {
             assigned: self.assigned.clone(),
             pieces,
             launch_rules: distinct.launches,
-            updates: distinct
-                .updates
-                .into_iter()
-                .map(|rule| GroupUpdate::new(rule, arrays))
-                .collect(),
+            updates: distinct.updates,
+            arrays: distinct.arrays,
             rates: distinct.rates,
             state_elems,
         })
@@ -455,8 +482,7 @@ fn check_runs(runs: &[GroupRun], groups: usize, elems: usize) -> Result<(), Opti
 /// Cuts segments, in order, into pieces of equal rules.
 struct Cutter<'a> {
     runs: &'a [GroupRun],
-    /// The rules of the launches of each group; `None` for frozen elements.
-    launch_of: &'a [Option<usize>],
+    distinct: &'a Distinct,
     /// The first run that goes on behind the segments so far.
     next_run: usize,
     /// Elements of the state storage so far.
@@ -464,41 +490,58 @@ struct Cutter<'a> {
 }
 
 impl Cutter<'_> {
-    /// The pieces of the next segment.
-    fn pieces_of(&mut self, segment: &Segment) -> Vec<Piece> {
-        let segment = &segment.state;
+    /// The pieces of the next segment. Its elements with the same arrays of state follow one another
+    /// in the state storage.
+    fn pieces_of(&mut self, segment: &Segment) -> Result<Vec<Piece>, OptimError> {
+        let within = &segment.state;
         let mut pieces = Vec::new();
         while let Some(run) = self.runs.get(self.next_run)
-            && run.elems.start < segment.end
+            && run.elems.start < within.end
         {
-            let start = run.elems.start.max(segment.start);
-            let end = run.elems.end.min(segment.end);
+            let start = run.elems.start.max(within.start);
+            let end = run.elems.end.min(within.end);
             if start < end {
-                let elems = start - segment.start..end - segment.start;
-                self.append(&mut pieces, elems, run.group);
+                let elems = start - within.start..end - within.start;
+                self.append(&mut pieces, elems, run);
             }
             // The last run may go on in the next segment.
-            if run.elems.end > segment.end {
+            if run.elems.end > within.end {
                 break;
             }
             self.next_run += 1;
         }
-        pieces
+
+        for (class, arrays) in self.distinct.arrays.iter().enumerate() {
+            let is_of = |piece: &&mut Piece| {
+                piece.state.is_some() && self.distinct.launches[piece.rules].arrays == class
+            };
+            let block_elems = arrays.block_elems();
+            for piece in pieces.iter_mut().filter(is_of) {
+                let Range { start, end } = piece.elems;
+                if !start.is_multiple_of(block_elems) || !end.is_multiple_of(block_elems) {
+                    return Err(OptimError::CutBlock {
+                        unit: segment.name.clone(),
+                        start,
+                        end,
+                        block_elems,
+                    });
+                }
+                piece.state = Some(self.state_elems..self.state_elems + (end - start));
+                self.state_elems += end - start;
+            }
+        }
+        Ok(pieces)
     }
 
-    /// Appends elements of a group to a unit's pieces; neighbours with equal rules are one piece.
-    fn append(&mut self, pieces: &mut Vec<Piece>, elems: Range<usize>, group: usize) {
-        let trained = self.launch_of[group];
-        let state = trained.map(|_| self.state_elems..self.state_elems + elems.len());
-        self.state_elems += state.as_ref().map_or(0, Range::len);
-        let rules = trained.unwrap_or(0);
-
+    /// Appends elements of a run to a unit's pieces; neighbours with equal rules are one piece.
+    fn append(&self, pieces: &mut Vec<Piece>, elems: Range<usize>, run: &GroupRun) {
+        let trained = self.distinct.launch_of[run.group];
+        let rules = trained.map_or(0, |of_size| of_size[usize::from(run.is_small)]);
+        // Its place follows.
+        let state = trained.map(|_| 0..0);
         match pieces.last_mut() {
             Some(last) if last.rules == rules && last.state.is_some() == state.is_some() => {
                 last.elems.end = elems.end;
-                if let (Some(last), Some(state)) = (&mut last.state, state) {
-                    last.end = state.end;
-                }
             }
             _ => pieces.push(Piece {
                 elems,
@@ -510,9 +553,31 @@ impl Cutter<'_> {
 }
 
 impl Resolved {
+    /// The ranges of the state storage with the same arrays, in order and cut where units end, each
+    /// with the position in `arrays`.
+    pub(crate) fn state_runs(&self) -> Vec<(Range<usize>, usize)> {
+        let mut runs: Vec<(Range<usize>, usize)> = Vec::new();
+        for unit in &self.pieces {
+            let of_earlier = runs.len();
+            let states = unit.iter().filter_map(|piece| {
+                let state = piece.state.clone().filter(|state| !state.is_empty())?;
+                Some((state, self.launch_rules[piece.rules].arrays))
+            });
+            let mut states: Vec<_> = states.collect();
+            states.sort_by_key(|(state, _)| state.start);
+            for (state, arrays) in states {
+                match runs[of_earlier..].last_mut() {
+                    Some((last, of)) if *of == arrays => last.end = state.end,
+                    _ => runs.push((state, arrays)),
+                }
+            }
+        }
+        runs
+    }
+
     /// The position in `updates` of the update rule of a group; `None` if it is frozen.
     pub(crate) fn update_of(&self, group: usize) -> Option<usize> {
-        self.launch_of[group].map(|launch| self.launch_rules[launch].update)
+        self.launch_of[group].map(|[launch, _]| self.launch_rules[launch].update)
     }
 
     /// Sets the rules of a group that is not frozen.
@@ -533,9 +598,9 @@ impl Resolved {
         rules.check()?;
 
         self.rules[group] = rules;
-        if let Some(launch) = self.launch_of[group] {
+        for launch in self.launch_of[group].into_iter().flatten() {
             let launch = &mut self.launch_rules[launch];
-            let rule = &self.updates[launch.update].rule;
+            let rule = &self.updates[launch.update];
             launch.weight_decay = weight_decay.unwrap_or(rule.weight_decay());
             self.rates[launch.scalars].lr_scale = lr_scale;
         }
@@ -561,11 +626,14 @@ impl Resolved {
 
 /// The distinct rules of groups.
 struct Distinct {
-    /// The launch rules of each group; `None` if it is frozen.
-    launch_of: Vec<Option<usize>>,
+    /// The launch rules of each group, of its large and its small parameters; `None` if it is
+    /// frozen.
+    launch_of: Vec<Option<[usize; 2]>>,
     launches: Vec<LaunchRules>,
     /// The first is the optimizer's own.
     updates: Vec<Arc<dyn UpdateRule>>,
+    /// The first are the optimizer's own.
+    arrays: Vec<StateArrays>,
     /// The first is the optimizer's own.
     rates: Vec<RateSet>,
 }
@@ -594,8 +662,8 @@ mod tests {
     ) -> Result<Resolved, OptimError> {
         let config = OptimizerConfig::default();
         let own = config.rule();
-        let arrays = groups.arrays(&*own, DType::F32, StateFormat::default())?;
-        groups.resolve(&config, &own, &arrays, segments, elems)
+        let format = (DType::F32, StateFormat::default());
+        groups.resolve(&config, &own, format, segments, elems)
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //!
 //! | buffer | elements | purpose | when |
 //! |---|---|---|---|
-//! | slots of the update rule, such as first_moment | state elements, fp32 | `Optimizer` | always |
+//! | slots of the update rules, such as first_moment | state elements, in their format | `Optimizer` | always |
 //! | master | state elements, fp32 | `Optimizer` | bf16 and fp16 parameters; in fp32 the parameter is the master |
 //! | remainders | state elements, 16 bits | `Optimizer` | in place of `master` with [`Masters::Remainder`](crate::Masters::Remainder) |
 //! | stats | 16 bytes per unit | `Workspace` | always |
@@ -33,6 +33,7 @@ use zero_kernels::{GradStats, Kernels, RankStats, StepScalars};
 
 use crate::controller::{Divisor, OptimizerConfig, Progress, StepController, StepOutcome};
 use crate::device_steps::DeviceSteps;
+use crate::format::StateArrays;
 use crate::groups::{GroupRules, Piece, Resolved};
 use crate::pieces::{Access, Array, MasterSlice, Pieces, remainder_bytes, view};
 use crate::segments::{Segment, UnitSlices};
@@ -220,7 +221,7 @@ impl<D: Device> ShardedOptimizer<D> {
         }
         self.check_state()?;
         let access = match to_masters {
-            true => Access::Update { seed: None },
+            true => Access::Update,
             false => Access::Read(Array::Masters),
         };
 
@@ -554,7 +555,15 @@ impl<D: Device> ShardedOptimizer<D> {
     pub unsafe fn state(&self, kind: StateKind) -> Option<DeviceSlice<f32>> {
         let all = self.state.in_blocks(0..self.groups.state_elems)?;
         match (self.array(kind)?, all.masters) {
-            (Array::Slot(nth), _) => Some(all.slots[nth]),
+            (Array::Slot(name), _) => {
+                let nth = self
+                    .state
+                    .arrays()
+                    .iter()
+                    .find_map(|arrays| arrays.slot(name))?;
+                let slot = all.slots.get(nth)?;
+                slot.memory.typed().ok()
+            }
             (Array::Masters, MasterSlice::Fp32(masters)) => Some(masters),
             (Array::Masters, _) => None,
         }
@@ -562,14 +571,18 @@ impl<D: Device> ShardedOptimizer<D> {
 
     /// The kinds of state, in the order in which checkpoints have them.
     pub fn kinds(&self) -> Vec<StateKind> {
-        self.state.arrays().kinds().collect()
+        StateArrays::all_kinds(self.state.arrays())
     }
 
     /// The array of this kind; `None` if the rules have no such slot.
     pub(crate) fn array(&self, kind: StateKind) -> Option<Array> {
         match kind {
             StateKind::Master => Some(Array::Masters),
-            StateKind::Slot(name) => self.state.arrays().slot(name).map(Array::Slot),
+            StateKind::Slot(name) => {
+                let mut all = self.state.arrays().iter();
+                all.any(|arrays| arrays.slot(name).is_some())
+                    .then_some(Array::Slot(name))
+            }
         }
     }
 

@@ -1,9 +1,9 @@
-//! Optimizer state, for launches on a range of it: in memory of the device, in host memory in a
-//! smaller format, or in a file.
+//! Optimizer state, for launches on a range of it: in memory of the device, in host memory in
+//! pieces, or in a file.
 //!
 //! | home | what a launch gets |
 //! |---|---|
-//! | memory of the device | any range: each array has a block |
+//! | memory of the device | any range of whole blocks: each array has a block of memory |
 //! | host memory | a piece |
 //! | a file on NVMe | a piece, in a buffer of a [`SwapRing`]: while one piece is updated, the next is read and the last is written |
 //!
@@ -11,22 +11,20 @@
 //! |---|---|---|---|
 //! | masters, slots | all state | `Optimizer` | memory |
 //! | buffers of the ring | `buffers` x the largest piece | `Workspace` | [`StateHome::Nvme`](crate::StateHome::Nvme) |
-//! | slots in fp32 | 4 x the elements of the largest piece each | `Workspace` | slots that are decoded ([`Codec::is_decoded`](zero_kernels::Codec::is_decoded)) |
 //!
 //! Why a piece is read and written whole: masters and slots together are one list of requests and
 //! one buffer, updated in place, 12 bytes an element of Adam each way (6 in the smaller formats).
 //! DeepSpeed moves the gradient with them, 16 bytes; here the caller has it.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice, Stream};
+use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
 #[cfg(target_os = "linux")]
 use zero_alloc::swap::{HeldPart, SwapAccess, SwapParts, SwapRing};
 use zero_alloc::{Block, Pool, Purpose};
-use zero_kernels::{Codec, Kernels, Rounding};
+use zero_kernels::{Codec, CodedSlice};
 
 use crate::OptimError;
 use crate::format::{PIECE_ALIGN_BYTES, StateArrays, StateHome};
@@ -41,8 +39,8 @@ const PIECE_ELEMS: usize = 1 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Array {
     Masters,
-    /// The slot at this position of [`StateArrays::slots`].
-    Slot(usize),
+    /// The slot of this name, which some elements may not have.
+    Slot(&'static str),
 }
 
 /// The access of operations to a piece.
@@ -51,10 +49,7 @@ pub(crate) enum Access {
     /// They read one array; others have arbitrary values.
     Read(Array),
     /// They read and write all arrays.
-    Update {
-        /// Selects the random bits of stochastic rounding; `None` rounds to nearest.
-        seed: Option<u64>,
-    },
+    Update,
 }
 
 /// The masters of a piece.
@@ -92,8 +87,8 @@ pub(crate) struct PieceState {
     /// Its range of the state storage.
     pub(crate) state: Range<usize>,
     pub(crate) masters: MasterSlice,
-    /// In fp32, in the order of [`StateArrays::slots`].
-    pub(crate) slots: Vec<DeviceSlice<f32>>,
+    /// In the order of [`StateArrays::slots`].
+    pub(crate) slots: Vec<CodedSlice>,
 }
 
 impl PieceState {
@@ -118,22 +113,16 @@ impl PieceState {
 
 /// All state of an optimizer.
 pub(crate) struct Pieces<D: Device> {
-    kernels: Arc<dyn Kernels<D>>,
-    arrays: StateArrays,
-    /// In order; all state is one piece in memory of the device.
+    /// The arrays that elements have, by the position in [`Resolved::arrays`].
+    arrays: Vec<StateArrays>,
+    /// In the order of the state storage.
     places: Vec<PieceRange>,
     home: Home<D>,
-    /// The slots of a piece in fp32, where they are kept in another format.
-    decoded: Vec<Option<Block<D>>>,
 }
 
 enum Home<D: Device> {
-    /// Each array in a block.
-    Blocks {
-        /// `None`: the parameters are the masters.
-        masters: Option<Block<D>>,
-        slots: Vec<Block<D>>,
-    },
+    /// Each array in a block of memory.
+    Blocks(Vec<ArrayBlocks<D>>),
     /// Pieces, one after another.
     Memory(Block<D>),
     /// Each piece is a part of a file.
@@ -141,11 +130,21 @@ enum Home<D: Device> {
     File(SwapRing<D>),
 }
 
-/// The place of a piece.
+/// The memory of [`StateArrays`].
+struct ArrayBlocks<D: Device> {
+    /// `None`: the parameters are the masters.
+    masters: Option<Block<D>>,
+    slots: Vec<Block<D>>,
+}
+
+/// The place of a piece: elements with the same arrays.
 #[derive(Debug)]
 struct PieceRange {
     state: Range<usize>,
-    /// Its first byte in the block.
+    /// The position of its arrays in [`Pieces::arrays`].
+    arrays: usize,
+    /// Its first byte in the block of [`Home::Memory`], or its first element in those of
+    /// [`Home::Blocks`].
     at: usize,
 }
 
@@ -158,43 +157,60 @@ pub(crate) struct Overlap {
 }
 
 impl<D: Device> Pieces<D> {
-    /// State of `elems` elements in memory of the device. Enqueues zeroing the slots, which
-    /// launches use as they are stored.
+    /// State in memory of the device. Enqueues zeroing the slots, which launches use as they are
+    /// stored.
     pub(crate) fn on_device(
         pool: &Pool<D>,
-        kernels: Arc<dyn Kernels<D>>,
         stream: &D::Stream,
-        elems: usize,
-        arrays: StateArrays,
+        groups: &Resolved,
     ) -> Result<Self, OptimError> {
-        let allocate = |codec: Codec| {
-            let dtype = codec.dtype();
-            pool.allocate(elems, dtype, Purpose::Optimizer, stream)
-        };
-        let masters = arrays.masters().map(allocate).transpose()?;
-        let mut slots = Vec::new();
-        for slot in arrays.slots() {
-            if slot.codec.is_decoded() {
-                return Err(OptimError::SlotOnDevice { slot: slot.name });
+        let mut places: Vec<PieceRange> = Vec::new();
+        let mut ends = vec![0; groups.arrays.len()];
+        for (state, arrays) in groups.state_runs() {
+            let at = ends[arrays];
+            ends[arrays] += state.len();
+            match places.last_mut() {
+                Some(last) if last.arrays == arrays => last.state.end = state.end,
+                _ => places.push(PieceRange { state, arrays, at }),
             }
-            let block = allocate(slot.codec)?;
-            pool.device().fill_zero(stream, view(&block))?;
-            slots.push(block);
+        }
+
+        let mut blocks = Vec::new();
+        for (arrays, elems) in groups.arrays.iter().zip(ends) {
+            let allocate = |codec: Codec| {
+                let dtype = codec.dtype();
+                let len = codec.bytes(elems) / dtype.size_bytes();
+                pool.allocate(len, dtype, Purpose::Optimizer, stream)
+            };
+            let masters = arrays.masters().map(allocate).transpose()?;
+            let mut slots = Vec::new();
+            for slot in arrays.slots() {
+                let block = allocate(slot.codec)?;
+                pool.device().fill_zero(stream, view(&block))?;
+                slots.push(block);
+            }
+            blocks.push(ArrayBlocks { masters, slots });
         }
         Ok(Self {
-            kernels,
-            arrays,
-            places: vec![PieceRange {
-                state: 0..elems,
-                at: 0,
-            }],
-            home: Home::Blocks { masters, slots },
-            decoded: Vec::new(),
+            arrays: groups.arrays.clone(),
+            places,
+            home: Home::Blocks(blocks),
         })
     }
 
-    pub(crate) fn arrays(&self) -> &StateArrays {
+    /// The arrays that elements have.
+    pub(crate) fn arrays(&self) -> &[StateArrays] {
         &self.arrays
+    }
+
+    /// The arrays of the elements of a piece.
+    pub(crate) fn arrays_of(&self, overlap: &Overlap) -> &StateArrays {
+        &self.arrays[self.places[overlap.index].arrays]
+    }
+
+    /// The format of the masters; `None`: the parameters are the masters.
+    pub(crate) fn masters(&self) -> Option<Codec> {
+        self.arrays.first().and_then(StateArrays::masters)
     }
 
     /// The kind of memory that the state is in.
@@ -208,7 +224,7 @@ impl<D: Device> Pieces<D> {
     }
 
     pub(crate) fn has_remainders(&self) -> bool {
-        self.arrays.masters() == Some(Codec::Remainders)
+        self.masters() == Some(Codec::Remainders)
     }
 
     /// Whether any range is a piece.
@@ -216,11 +232,12 @@ impl<D: Device> Pieces<D> {
         matches!(self.home, Home::Blocks { .. })
     }
 
-    /// A range of the state, if any range is a piece.
+    /// A range of the state, if it is in one block of memory for each array.
     pub(crate) fn in_blocks(&self, state: Range<usize>) -> Option<PieceState> {
-        match &self.home {
-            Home::Blocks { masters, slots } => {
-                of_blocks(&self.arrays, masters.as_ref(), slots, state).ok()
+        match (&self.home, &self.places[..]) {
+            (Home::Blocks(blocks), [place]) => {
+                let arrays = &self.arrays[place.arrays];
+                Some(of_blocks(arrays, &blocks[place.arrays], place, state))
             }
             _ => None,
         }
@@ -228,14 +245,16 @@ impl<D: Device> Pieces<D> {
 
     /// The blocks that operations of the optimizer's streams use.
     pub(crate) fn blocks(&mut self) -> impl Iterator<Item = &mut Block<D>> {
-        let mut blocks: Vec<&mut Block<D>> = match &mut self.home {
-            Home::Blocks { masters, slots } => masters.iter_mut().chain(slots).collect(),
+        let blocks: Vec<&mut Block<D>> = match &mut self.home {
+            Home::Blocks(all) => all
+                .iter_mut()
+                .flat_map(|blocks| blocks.masters.iter_mut().chain(&mut blocks.slots))
+                .collect(),
             Home::Memory(block) => vec![block],
             // The ring waits for its uses.
             #[cfg(target_os = "linux")]
             Home::File(_) => Vec::new(),
         };
-        blocks.extend(self.decoded.iter_mut().flatten());
         blocks.into_iter()
     }
 
@@ -275,57 +294,64 @@ impl<D: Device> Pieces<D> {
             .collect()
     }
 
-    /// A piece in memory, for operations on `stream`, which waits for it.
+    /// A piece in memory, for operations on `stream`, which waits for it: all of it, or, to read or
+    /// in memory of the device, the blocks with elements of the overlap.
     pub(crate) fn acquire(
         &mut self,
         stream: &D::Stream,
         overlap: &Overlap,
         access: Access,
     ) -> Result<HeldPiece<'_, D>, OptimError> {
-        let decoder = Decoder {
-            kernels: &self.kernels,
-            stream,
-            arrays: &self.arrays,
-            decoded: &self.decoded,
-        };
-        let PieceRange { state, at } = &self.places[overlap.index];
+        let place = &self.places[overlap.index];
+        let arrays = &self.arrays[place.arrays];
+        let range = place.with_blocks(&overlap.both, arrays.block_elems());
         let bytes = || match access {
-            Access::Read(array) => part_bytes(&self.arrays, state, &overlap.both, array),
-            Access::Update { .. } => 0..self.arrays.parts(state.len()).bytes,
+            Access::Read(array) => part_bytes(arrays, &place.state, &range, array),
+            Access::Update => 0..arrays.parts(place.state.len()).bytes,
         };
 
         let (memory, held) = match &mut self.home {
-            Home::Blocks { masters, slots } => {
-                let both = overlap.both.clone();
-                let piece = of_blocks(&self.arrays, masters.as_ref(), slots, both)?;
+            Home::Blocks(blocks) => {
                 return Ok(HeldPiece {
-                    piece,
-                    encoding: None,
+                    piece: of_blocks(arrays, &blocks[place.arrays], place, range),
                     held: None,
                     is_written: false,
                 });
             }
             Home::Memory(block) => {
                 let bytes = bytes();
-                let memory = view(block).slice(at + bytes.start..at + bytes.end);
+                let memory = view(block).slice(place.at + bytes.start..place.at + bytes.end);
                 (memory, None)
             }
             #[cfg(target_os = "linux")]
             Home::File(ring) => {
                 let held = match access {
                     Access::Read(_) => ring.acquire_range(stream, overlap.index, bytes())?,
-                    Access::Update { .. } => {
-                        ring.acquire(stream, overlap.index, SwapAccess::Update)?
-                    }
+                    Access::Update => ring.acquire(stream, overlap.index, SwapAccess::Update)?,
                 };
                 // SAFETY: used by operations of `stream`, until the piece is released.
                 (unsafe { held.bytes() }, Some(held))
             }
         };
-        match access {
-            Access::Read(array) => decoder.array(overlap.both.clone(), memory, held, array),
-            Access::Update { seed } => decoder.piece(state.clone(), memory, held, seed),
-        }
+        let piece = match access {
+            Access::Read(array) => one_array(arrays, range, memory, array),
+            Access::Update => all_arrays(arrays, place.state.clone(), memory),
+        };
+        Ok(HeldPiece {
+            piece,
+            held,
+            is_written: access == Access::Update,
+        })
+    }
+}
+
+impl PieceRange {
+    /// The elements of `range` with those of their blocks.
+    fn with_blocks(&self, range: &Range<usize>, block_elems: usize) -> Range<usize> {
+        let at = |elem: usize| elem - self.state.start;
+        let start = at(range.start) / block_elems * block_elems;
+        let end = at(range.end).next_multiple_of(block_elems);
+        self.state.start + start..self.state.end.min(self.state.start + end)
     }
 }
 
@@ -333,22 +359,22 @@ impl Pieces<HostDevice> {
     /// State of an optimizer of the host, in pieces, in this home.
     pub(crate) fn offloaded(
         pool: &Pool<HostDevice>,
-        kernels: Arc<dyn Kernels<HostDevice>>,
         stream: &HostStream,
         groups: &Resolved,
         sub_group_elems: usize,
-        arrays: StateArrays,
         home: &StateHome,
     ) -> Result<Self, OptimError> {
         let mut places = Vec::new();
         let mut bytes = 0;
-        for state in cut(groups, sub_group_elems) {
+        let bytes_of = |state: &Range<usize>, arrays: usize| {
+            let arrays: &StateArrays = &groups.arrays[arrays];
+            arrays.parts(state.len()).bytes
+        };
+        for (state, arrays) in cut(groups, sub_group_elems) {
             let at = bytes;
-            bytes += arrays.parts(state.len()).bytes;
-            places.push(PieceRange { state, at });
+            bytes += bytes_of(&state, arrays);
+            places.push(PieceRange { state, arrays, at });
         }
-
-        let largest = places.iter().map(|place| place.state.len()).max();
 
         let home = match home {
             StateHome::Memory => {
@@ -365,7 +391,7 @@ impl Pieces<HostDevice> {
                 let host = pool.device();
                 let name = stream.name();
                 let limit = options.limit;
-                let bytes = |place: &PieceRange| arrays.parts(place.state.len()).bytes;
+                let bytes = |place: &PieceRange| bytes_of(&place.state, place.arrays);
                 let bytes: Vec<_> = places.iter().map(bytes).collect();
                 OptimError::check(*buffers > 0, "buffers", *buffers as f64, "at least 1")?;
                 let parts = SwapParts::create(host, name, dir, &bytes, options.clone())?;
@@ -373,44 +399,28 @@ impl Pieces<HostDevice> {
             }
         };
 
-        let mut decoded = Vec::new();
-        for slot in arrays.slots() {
-            let elems = largest.unwrap_or(0);
-            let workspace = || pool.allocate(elems, DType::F32, Purpose::Workspace, stream);
-            decoded.push(match slot.codec.is_decoded() {
-                true => Some(workspace()?),
-                false => None,
-            });
-        }
-
         Ok(Self {
-            kernels,
-            arrays,
+            arrays: groups.arrays.clone(),
             places,
             home,
-            decoded,
         })
     }
 }
 
-/// The ranges of the state storage that are pieces, in order.
-fn cut(groups: &Resolved, sub_group_elems: usize) -> Vec<Range<usize>> {
+/// The ranges of the state storage that are pieces, in order, each with the position of its arrays.
+fn cut(groups: &Resolved, sub_group_elems: usize) -> Vec<(Range<usize>, usize)> {
     let most = if sub_group_elems == usize::MAX {
         PIECE_ELEMS
     } else {
         sub_group_elems.clamp(1, usize::MAX / 2)
     };
-    // A multiple of 2048 elements, so that full pieces have no padding.
+    // A multiple of 2048 elements, so that full pieces have no padding, and whole blocks.
     let most = most.next_multiple_of(PIECE_ALIGN_BYTES / size_of::<u16>());
 
     let mut pieces = Vec::new();
-    for unit in &groups.pieces {
-        let mut states = unit.iter().filter_map(|piece| piece.state.as_ref());
-        let Some(first) = states.next() else { continue };
-        let start = first.start;
-        let end = states.next_back().unwrap_or(first).end;
+    for (Range { start, end }, arrays) in groups.state_runs() {
         for start in (start..end).step_by(most) {
-            pieces.push(start..end.min(start.saturating_add(most)));
+            pieces.push((start..end.min(start.saturating_add(most)), arrays));
         }
     }
     pieces
@@ -435,149 +445,58 @@ impl<D> InFile<'_, D> {
 /// [`HeldPiece::release`] may be lost.
 pub(crate) struct HeldPiece<'a, D: Device> {
     pub(crate) piece: PieceState,
-    encoding: Option<Encoding<D>>,
     held: Option<InFile<'a, D>>,
     is_written: bool,
-}
-
-/// Encoding the slots of a piece that were decoded.
-struct Encoding<D: Device> {
-    kernels: Arc<dyn Kernels<D>>,
-    stream: D::Stream,
-    /// The format and the stored memory of each slot.
-    stored: Vec<(Codec, AnySlice)>,
-    seed: Option<u64>,
 }
 
 impl<D: Device> HeldPiece<'_, D> {
     /// Ends the operations on the piece, and keeps what they wrote.
     pub(crate) fn release(self) -> Result<(), OptimError> {
-        if !self.is_written {
-            return Ok(());
+        match self.held {
+            Some(held) if self.is_written => Ok(held.write_back()?),
+            _ => Ok(()),
         }
-        if let Some(encoding) = &self.encoding {
-            encoding.enqueue(&self.piece)?;
-        }
-        if let Some(held) = self.held {
-            held.write_back()?;
-        }
-        Ok(())
     }
 }
 
-impl<D: Device> Encoding<D> {
-    fn enqueue(&self, piece: &PieceState) -> Result<(), OptimError> {
-        let slots = self.stored.len() as u64;
-        for (nth, ((codec, stored), values)) in (0..).zip(self.stored.iter().zip(&piece.slots)) {
-            if !codec.is_decoded() {
-                continue;
-            }
-            let rounding = match self.seed {
-                None => Rounding::Nearest,
-                Some(seed) => Rounding::Stochastic {
-                    seed: seed.wrapping_mul(slots).wrapping_add(nth),
-                    first: piece.state.start as u64,
-                },
-            };
-            codec.encode(&*self.kernels, &self.stream, *values, *stored, rounding)?;
-        }
-        Ok(())
+/// The arrays of a piece whose bytes are `memory`.
+fn all_arrays(arrays: &StateArrays, state: Range<usize>, memory: AnySlice) -> PieceState {
+    let parts = arrays.parts(state.len());
+    let of_masters = memory.slice(parts.masters);
+    let slots = arrays.slots().iter().zip(parts.slots);
+    PieceState {
+        state,
+        masters: MasterSlice::stored(arrays.masters(), of_masters),
+        slots: slots
+            .map(|(slot, part)| coded(memory.slice(part), slot.codec))
+            .collect(),
     }
 }
 
-/// What decodes the slots of a piece.
-struct Decoder<'a, D: Device> {
-    kernels: &'a Arc<dyn Kernels<D>>,
-    stream: &'a D::Stream,
-    arrays: &'a StateArrays,
-    decoded: &'a [Option<Block<D>>],
-}
-
-impl<D: Device> Decoder<'_, D> {
-    /// A piece to update, whose bytes are `memory`.
-    fn piece<'h>(
-        &self,
-        state: Range<usize>,
-        memory: AnySlice,
-        held: Option<InFile<'h, D>>,
-        seed: Option<u64>,
-    ) -> Result<HeldPiece<'h, D>, OptimError> {
-        let elems = state.len();
-        let parts = self.arrays.parts(elems);
-        let masters = self.arrays.masters();
-        let of_masters = stored(memory.slice(parts.masters), masters.unwrap_or(Codec::Fp32));
-
-        let mut of_slots = Vec::new();
-        let mut slots = Vec::new();
-        for (nth, (slot, part)) in self.arrays.slots().iter().zip(parts.slots).enumerate() {
-            let memory = stored(memory.slice(part), slot.codec);
-            slots.push(self.slot(nth, memory)?);
-            of_slots.push((slot.codec, memory));
-        }
-
-        let encoding = Encoding {
-            kernels: Arc::clone(self.kernels),
-            stream: self.stream.clone(),
-            stored: of_slots,
-            seed,
-        };
-        Ok(HeldPiece {
-            piece: PieceState {
-                state,
-                masters: MasterSlice::stored(masters, of_masters),
-                slots,
-            },
-            is_written: true,
-            encoding: Some(encoding),
-            held,
-        })
-    }
-
-    /// The elements `state` of one array to read, whose bytes are `bytes`.
-    fn array<'h>(
-        &self,
-        state: Range<usize>,
-        bytes: AnySlice,
-        held: Option<InFile<'h, D>>,
-        array: Array,
-    ) -> Result<HeldPiece<'h, D>, OptimError> {
-        let (masters, values) = match array {
-            Array::Masters => {
-                let codec = self.arrays.masters();
-                let memory = stored(bytes, codec.unwrap_or(Codec::Fp32));
-                let none = of_type(stored(bytes.slice(0..0), Codec::Fp32));
-                (MasterSlice::stored(codec, memory), none)
-            }
-            Array::Slot(nth) => {
-                let memory = stored(bytes, self.arrays.slots()[nth].codec);
-                (MasterSlice::Params, self.slot(nth, memory)?)
-            }
-        };
-        Ok(HeldPiece {
-            piece: PieceState {
-                state,
-                masters,
-                slots: vec![values; self.arrays.slots().len()],
-            },
-            encoding: None,
-            held,
-            is_written: false,
-        })
-    }
-
-    /// Slot `nth` in fp32: the memory itself, or what it is decoded to.
-    fn slot(&self, nth: usize, memory: AnySlice) -> Result<DeviceSlice<f32>, OptimError> {
-        let Some(decoded) = &self.decoded[nth] else {
-            return Ok(of_type(memory));
-        };
-        let values = view(decoded).slice(0..memory.len()).typed()?;
-        let codec = self.arrays.slots()[nth].codec;
-        codec.decode(&**self.kernels, self.stream, memory, values)?;
-        Ok(values)
+/// The elements `state` of one array, whose bytes are `memory`.
+fn one_array(
+    arrays: &StateArrays,
+    state: Range<usize>,
+    memory: AnySlice,
+    array: Array,
+) -> PieceState {
+    let slots = arrays.slots().iter();
+    match array {
+        Array::Masters => PieceState {
+            state,
+            masters: MasterSlice::stored(arrays.masters(), memory),
+            slots: Vec::new(),
+        },
+        Array::Slot(_) => PieceState {
+            state,
+            masters: MasterSlice::Params,
+            slots: slots.map(|slot| coded(memory, slot.codec)).collect(),
+        },
     }
 }
 
-/// The bytes of the elements `range` of one array, from the start of the piece `state`.
+/// The bytes of the elements `range` of one array, from the start of the piece `state`; none if the
+/// piece has no such array.
 fn part_bytes(
     arrays: &StateArrays,
     state: &Range<usize>,
@@ -587,34 +506,42 @@ fn part_bytes(
     let mut parts = arrays.parts(state.len());
     let (part, codec) = match array {
         Array::Masters => (parts.masters, arrays.masters()),
-        Array::Slot(nth) => (
-            parts.slots.swap_remove(nth),
-            Some(arrays.slots()[nth].codec),
-        ),
+        Array::Slot(name) => match arrays.slot(name) {
+            Some(nth) => (
+                parts.slots.swap_remove(nth),
+                Some(arrays.slots()[nth].codec),
+            ),
+            None => (0..0, None),
+        },
     };
     let bytes = |elems| codec.map_or(0, |codec| codec.bytes(elems));
     let start = part.start + bytes(range.start - state.start);
     start..start + bytes(range.len())
 }
 
-/// The range `state` of state in blocks.
+/// The range `state` of a place in blocks of memory.
 fn of_blocks<D: Device>(
     arrays: &StateArrays,
-    masters: Option<&Block<D>>,
-    slots: &[Block<D>],
+    blocks: &ArrayBlocks<D>,
+    place: &PieceRange,
     state: Range<usize>,
-) -> Result<PieceState, DeviceError> {
-    let slice = |block| view(block).slice(state.clone());
-    let masters = match masters.map(slice) {
+) -> PieceState {
+    let at = |elem: usize| place.at + elem - place.state.start;
+    let range = at(state.start)..at(state.end);
+    let masters = match &blocks.masters {
         None => MasterSlice::Params,
-        Some(masters) => MasterSlice::stored(arrays.masters(), masters),
+        Some(masters) => {
+            MasterSlice::stored(arrays.masters(), view(masters).slice(range.clone()).bytes())
+        }
     };
-    let slots = slots.iter().map(|block| slice(block).typed());
-    Ok(PieceState {
+    let slots = arrays.slots().iter().zip(&blocks.slots);
+    let slots =
+        slots.map(|(slot, block)| CodedSlice::new(slot.codec, view(block)).slice(range.clone()));
+    PieceState {
         masters,
-        slots: slots.collect::<Result<_, _>>()?,
+        slots: slots.collect(),
         state,
-    })
+    }
 }
 
 /// The elements of both ranges; none if they do not overlap.
@@ -637,24 +564,21 @@ pub(crate) fn remainder_bytes(remainders: DeviceSlice<i16>) -> AnySlice {
 }
 
 /// The bytes as values that are stored in this format.
-fn stored(bytes: AnySlice, codec: Codec) -> AnySlice {
+fn coded(bytes: AnySlice, codec: Codec) -> CodedSlice {
     let dtype = codec.dtype();
     let elems = bytes.len_bytes() / dtype.size_bytes();
     // SAFETY: the same memory, initialised, at a multiple of the element's size from the aligned
     // start of a block or buffer; the rest as for `bytes`.
-    unsafe { AnySlice::from_raw_parts(bytes.as_ptr(), elems, dtype, bytes.device()) }
+    let memory = unsafe { AnySlice::from_raw_parts(bytes.as_ptr(), elems, dtype, bytes.device()) };
+    CodedSlice::new(codec, memory)
 }
 
-/// The values as those of `T`, which has their size.
-fn of_type<T>(values: AnySlice) -> DeviceSlice<T> {
-    assert_eq!(
-        values.dtype().size_bytes(),
-        size_of::<T>(),
-        "a value's size"
-    );
-    // SAFETY: the same memory, of a type of the same size and alignment, of which all values are
-    // valid: fp32, or remainders, which are allocated as fp16.
-    unsafe { DeviceSlice::from_raw_parts(values.as_ptr().cast(), values.len(), values.device()) }
+/// The bytes as those of `T`.
+fn of_type<T>(bytes: AnySlice) -> DeviceSlice<T> {
+    let elems = bytes.len_bytes() / size_of::<T>();
+    // SAFETY: the same memory, at a multiple of the element's size from the aligned start of a block
+    // or buffer, of a type of which all values are valid: fp32, or remainders.
+    unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), elems, bytes.device()) }
 }
 
 /// The block as a slice, for the optimizer's launches.

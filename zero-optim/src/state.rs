@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType, Device, DeviceError, DeviceSlice};
-use zero_kernels::{join, split};
+use zero_kernels::{CodedSlice, Rounding, join, split};
 
 use crate::format::StateKind;
-use crate::pieces::{Access, Array, MasterSlice, remainder_bytes};
+use crate::pieces::{Access, Array, MasterSlice, PieceState, remainder_bytes};
 use crate::{OptimError, ShardedOptimizer};
 
 /// A range of a unit's state of one kind.
@@ -52,7 +52,21 @@ impl<D: Device> ShardedOptimizer<D> {
             (range, array),
             Access::Read(array),
             |device, at, values| match values {
-                Values::Fp32(slice) => download(device, stream, slice.erase(), &mut out[at], limit),
+                Values::Masters(slice) => Ok(download(
+                    device,
+                    stream,
+                    slice.erase(),
+                    &mut out[at],
+                    limit,
+                )?),
+                Values::Slot(slot) => {
+                    let mut bytes = vec![0; slot.coded.memory.len_bytes()];
+                    device.download(stream, slot.coded.memory.bytes(), &mut bytes, limit)?;
+                    let mut values = vec![0.0; slot.elems];
+                    slot.coded.codec.decode(&bytes, &mut values)?;
+                    out[at].copy_from_slice(&values[slot.part]);
+                    Ok(())
+                }
                 Values::Remainders(rest, elems) => {
                     let mut bits = vec![0u16; rest.len()];
                     device.download(
@@ -84,7 +98,7 @@ impl<D: Device> ShardedOptimizer<D> {
 
     /// Writes a range of the state and waits for it: the opposite of [`Self::read_state`]. Masters
     /// of frozen elements are rounded to the dtype of the parameters; slots of frozen elements
-    /// are not stored. After writing masters call [`Self::write_params`].
+    /// are not stored. Slots in blocks are written in whole blocks. After writing masters call [`Self::write_params`].
     ///
     /// # Errors
     /// As [`Self::read_state`].
@@ -98,6 +112,7 @@ impl<D: Device> ShardedOptimizer<D> {
     ) -> Result<(), OptimError> {
         let array = self.array_of(range)?;
         let parts = self.state_parts(range, param, values.len())?;
+        let name = self.segment(range.unit)?.name.clone();
         self.enter(stream)?;
         for (at, memory) in parts {
             upload(&self.device, stream, &values[at], memory, limit)?;
@@ -106,9 +121,30 @@ impl<D: Device> ShardedOptimizer<D> {
         self.access_range(
             stream,
             (range, array),
-            Access::Update { seed: None },
+            Access::Update,
             |device, at, of_piece| match of_piece {
-                Values::Fp32(slice) => upload(device, stream, &values[at], slice.erase(), limit),
+                Values::Masters(slice) => {
+                    Ok(upload(device, stream, &values[at], slice.erase(), limit)?)
+                }
+                Values::Slot(slot) => {
+                    let CodedSlice { codec, .. } = slot.coded;
+                    let Range { start, end } = slot.part;
+                    let block_elems = codec.block_elems();
+                    let is_whole = |at: usize| at.is_multiple_of(block_elems);
+                    if !is_whole(start) || !is_whole(end) {
+                        return Err(OptimError::PartOfBlock {
+                            unit: name.clone(),
+                            kind: range.kind.name(),
+                            start: range.elems.start + at.start,
+                            end: range.elems.start + at.end,
+                            block_elems,
+                        });
+                    }
+                    let mut bytes = vec![0; codec.bytes(at.len())];
+                    codec.encode(&values[at], &mut bytes, Rounding::Nearest)?;
+                    let memory = slot.coded.slice(slot.part).memory.bytes();
+                    Ok(device.upload(stream, &bytes, memory, limit)?)
+                }
                 Values::Remainders(rest, elems) => {
                     let (params, bits): (Vec<u16>, Vec<u16>) = values[at]
                         .iter()
@@ -141,7 +177,7 @@ impl<D: Device> ShardedOptimizer<D> {
         stream: &D::Stream,
         (range, array): (&StateRange, Array),
         access: Access,
-        mut run: impl FnMut(&D, Range<usize>, Values) -> Result<(), DeviceError>,
+        mut run: impl FnMut(&D, Range<usize>, Values) -> Result<(), OptimError>,
     ) -> Result<(), OptimError> {
         let StateRange { unit, elems, .. } = range;
         self.check_state()?;
@@ -149,11 +185,14 @@ impl<D: Device> ShardedOptimizer<D> {
         if array == Array::Masters && self.param_dtype == DType::F32 {
             return Ok(());
         }
-        // Neighbouring trained elements have neighbouring state.
+        // Neighbouring trained elements with the same arrays have neighbouring state.
         let mut runs: Vec<(Range<usize>, Range<usize>)> = Vec::new();
 
         for (elems, state, _) in self.groups.trained(*unit, elems.clone()) {
-            match runs.last_mut().filter(|(last, _)| last.end == elems.start) {
+            let is_next = |(last, of_last): &&mut (Range<usize>, Range<usize>)| {
+                last.end == elems.start && of_last.end == state.start
+            };
+            match runs.last_mut().filter(is_next) {
                 Some((last, of_last)) => (last.end, of_last.end) = (elems.end, state.end),
                 None => runs.push((elems, state)),
             }
@@ -161,20 +200,26 @@ impl<D: Device> ShardedOptimizer<D> {
 
         for (of_unit, state) in runs {
             for overlap in self.state.within(&state) {
+                let nth = match array {
+                    Array::Masters => None,
+                    Array::Slot(name) => match self.state.arrays_of(&overlap).slot(name) {
+                        // The rule of these elements has no such slot.
+                        None => continue,
+                        nth => nth,
+                    },
+                };
                 let held = self.state.acquire(stream, &overlap, access)?;
                 let piece = &held.piece;
                 let (of_state, of_piece) = piece.overlap(&state);
                 let in_unit = of_unit.start + of_state.start..of_unit.start + of_state.end;
                 let at = in_unit.start - elems.start..in_unit.end - elems.start;
-                let values = match (array, piece.masters) {
-                    (Array::Slot(nth), _) => Values::Fp32(piece.slots[nth].slice(of_piece)),
-                    (Array::Masters, MasterSlice::Fp32(masters)) => {
-                        Values::Fp32(masters.slice(of_piece))
-                    }
-                    (Array::Masters, MasterSlice::Remainders(rest)) => {
+                let values = match (nth, piece.masters) {
+                    (Some(nth), _) => Values::Slot(slot_part(piece, nth, of_piece)),
+                    (None, MasterSlice::Fp32(masters)) => Values::Masters(masters.slice(of_piece)),
+                    (None, MasterSlice::Remainders(rest)) => {
                         Values::Remainders(rest.slice(of_piece), in_unit)
                     }
-                    (Array::Masters, MasterSlice::Params) => continue,
+                    (None, MasterSlice::Params) => continue,
                 };
                 run(&self.device, at, values)?;
                 held.release()?;
@@ -261,9 +306,33 @@ impl<D: Device> ShardedOptimizer<D> {
 
 /// State in a piece.
 enum Values {
-    Fp32(DeviceSlice<f32>),
+    Masters(DeviceSlice<f32>),
     /// Remainders of the masters, and their elements of the unit.
     Remainders(DeviceSlice<i16>, Range<usize>),
+    Slot(SlotPart),
+}
+
+/// A part of an array of `elems` elements: in blocks, those that hold it.
+struct SlotPart {
+    coded: CodedSlice,
+    elems: usize,
+    part: Range<usize>,
+}
+
+/// The elements `part` of a piece's slot, without the blocks that hold none of them.
+fn slot_part(piece: &PieceState, nth: usize, part: Range<usize>) -> SlotPart {
+    let coded = piece.slots[nth];
+    let block_elems = coded.codec.block_elems();
+    let start = part.start / block_elems * block_elems;
+    let end = piece
+        .state
+        .len()
+        .min(part.end.next_multiple_of(block_elems));
+    SlotPart {
+        coded: coded.slice(start..end),
+        elems: end - start,
+        part: part.start - start..part.end - start,
+    }
 }
 
 /// The slices of the elements `range` of a unit's parameter, each with its place in the range.

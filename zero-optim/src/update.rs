@@ -3,9 +3,10 @@
 use std::ops::Range;
 
 use zero_alloc::device::{Device, DeviceKind, DeviceSlice};
-use zero_kernels::{Kernels, StepScalars, UpdateArgs, Weights};
+use zero_kernels::{Kernels, Rounding, StepScalars, UpdateArgs, Weights};
 
-use crate::groups::{GroupUpdate, Resolved};
+use crate::format::StateArrays;
+use crate::groups::Resolved;
 use crate::pieces::{Access, MasterSlice, PieceState, Pieces};
 use crate::segments::{Launch, UnitSlices, launches};
 use crate::{OptimError, ShardedOptimizer};
@@ -37,6 +38,8 @@ impl<D: Device> ShardedOptimizer<D> {
             }));
         }
 
+        // In the order of the state: elements of a unit with other arrays are apart there.
+        slices.sort_by_key(|slice| slice.state.start);
         self.check_state()?;
         self.is_updating = true;
         let enqueued = self.enqueue_launches(stream, slices);
@@ -53,20 +56,21 @@ impl<D: Device> ShardedOptimizer<D> {
             kernels: &*self.kernels,
             scalars: self.scalars_slice(),
             groups: &self.groups,
+            seed: self.controller.state().iteration,
         };
 
         if !self.state.is_on_device() {
-            let seed = Some(self.controller.state().iteration);
-            return launcher.enqueue_pieces(stream, &mut self.state, &slices, seed);
+            return launcher.enqueue_pieces(stream, &mut self.state, &slices);
         }
 
         let join = self.device.kind() == DeviceKind::Cuda;
+        let blocks = self.groups.arrays.iter().map(StateArrays::block_elems);
         let max_elems = self.controller.config().sub_group_elems;
+        let max_elems = max_elems.checked_next_multiple_of(blocks.max().unwrap_or(1));
+        let max_elems = max_elems.unwrap_or(usize::MAX);
         for launch in launches(slices.into_iter(), join, max_elems) {
             for overlap in self.state.within(&launch.state) {
-                let held = self
-                    .state
-                    .acquire(stream, &overlap, Access::Update { seed: None })?;
+                let held = self.state.acquire(stream, &overlap, Access::Update)?;
                 launcher.enqueue(stream, &launch, &held.piece)?;
                 held.release()?;
             }
@@ -81,6 +85,8 @@ struct Launcher<'a, D: Device> {
     kernels: &'a dyn Kernels<D>,
     scalars: DeviceSlice<StepScalars>,
     groups: &'a Resolved,
+    /// Selects the random bits of stochastic rounding.
+    seed: u64,
 }
 
 impl<D: Device> Launcher<'_, D> {
@@ -90,7 +96,6 @@ impl<D: Device> Launcher<'_, D> {
         stream: &D::Stream,
         state: &mut Pieces<D>,
         slices: &[Launch],
-        seed: Option<u64>,
     ) -> Result<(), OptimError> {
         // Slices of a piece share it.
         let mut runs: Vec<Range<usize>> = Vec::new();
@@ -106,7 +111,7 @@ impl<D: Device> Launcher<'_, D> {
             .flat_map(|run| state.within(run))
             .collect::<Vec<_>>()
         {
-            let held = state.acquire(stream, &overlap, Access::Update { seed })?;
+            let held = state.acquire(stream, &overlap, Access::Update)?;
             let piece = &held.piece;
             for slice in slices {
                 let (of_slice, of_piece) = piece.overlap(&slice.state);
@@ -151,14 +156,18 @@ impl<D: Device> Launcher<'_, D> {
             },
         };
 
-        let GroupUpdate { rule, slots } = &self.groups.updates[rules.update];
         let args = UpdateArgs {
             weights,
-            slots: slots.iter().map(|slot| piece.slots[*slot]).collect(),
+            slots: piece.slots.clone(),
             grad: launch.grad,
             scalars: self.scalars.slice(rules.scalars..rules.scalars + 1),
             weight_decay: rules.weight_decay,
+            rounding: Rounding::Stochastic {
+                seed: self.seed,
+                first: launch.state.start as u64,
+            },
         };
+        let rule = &self.groups.updates[rules.update];
         Ok(self.kernels.update(stream, rule, args)?)
     }
 }

@@ -42,7 +42,8 @@ pub enum BlockFormat {
     /// sign (the positive one of two): that value has no error.
     Dynamic8,
     /// As `Dynamic8`, for values that are not negative: the unsigned dynamic map. Negative values
-    /// are encoded as 0.
+    /// are encoded as 0, and no others: with a mean of squares that is rounded to 0, the step after
+    /// it would be divided by the root of its own gradient's part alone, and be many times too long.
     PositiveDynamic8,
     /// Codes of 4 bits, dense near 0: torchao's signed map; blocks of 128. The scale is as in
     /// `Dynamic8`.
@@ -71,6 +72,16 @@ impl BlockFormat {
 
     /// Elements that every format's blocks divide: the alignment of layouts.
     pub const ALIGN_ELEMS: u64 = 256;
+
+    /// Parameters with fewer elements have no state in blocks.
+    pub const LEAST_ELEMS: u64 = 4096;
+
+    /// Whether state of a parameter of `elems` elements is in blocks: not that of small parameters,
+    /// such as biases and norms, and not that of parameters that are no whole blocks. torchao's
+    /// optimizers have the same rule, but for the part of a parameter on a rank.
+    pub const fn holds(elems: u64) -> bool {
+        elems >= Self::LEAST_ELEMS && elems.is_multiple_of(Self::ALIGN_ELEMS)
+    }
 
     /// Elements of a block.
     pub const fn elems(self) -> usize {
@@ -256,6 +267,10 @@ impl Table {
             // The first code of even tables is never written, not even where -1 is rounded down.
             if pair[0] == pair[1] {
                 return f32::NEG_INFINITY;
+            }
+            // Only 0 has the code of 0 where values are not negative.
+            if values[0] == 0.0 && pair[0] == 0.0 {
+                return f32::from_bits(1);
             }
             let middle = ((f64::from(pair[0]) + f64::from(pair[1])) / 2.0) as f32;
             if ties_up { middle } else { middle.next_up() }

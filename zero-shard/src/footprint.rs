@@ -282,11 +282,8 @@ impl MemoryModel {
         // Two units that arrive, and two whose sums are read or written.
         let grad_bytes = sum(WHAT, &[widths.comm_grad_bytes, widths.grad_bytes])?;
         let grads = [2, self.unit_shard_elems, grad_bytes];
-        let optimizer = [
-            self.sub_group_elems,
-            self.sub_group_buffers,
-            widths.optimizer_bytes,
-        ];
+        let sub_group = widths.optimizer.checked_bytes(WHAT, self.sub_group_elems)?;
+        let optimizer = [sub_group, self.sub_group_buffers];
         let params = [
             self.unit_shard_elems,
             self.param_buffers,

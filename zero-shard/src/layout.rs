@@ -21,6 +21,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::ShardError;
+use crate::blocks::BlockFormat;
 use crate::index::{NameIndex, NameRef};
 
 /// The name and shape of a parameter.
@@ -156,6 +157,11 @@ pub struct LayoutOptions {
     pub shard_align_elems: u64,
     /// Every parameter starts at a multiple of this in its flat parameter; the gaps are padding.
     pub param_align_elems: u64,
+    /// If not 0: neighbours with fewer elements than this, or with a number of elements that
+    /// `param_align_elems` does not divide, follow one another without gaps, so that only the first
+    /// is aligned.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub packed_below_elems: u64,
     /// Second names of parameters.
     pub ties: Vec<Tie>,
 }
@@ -166,6 +172,7 @@ impl Default for LayoutOptions {
         Self {
             shard_align_elems: 1,
             param_align_elems: 1,
+            packed_below_elems: 0,
             ties: Vec::new(),
         }
     }
@@ -174,8 +181,32 @@ impl Default for LayoutOptions {
 setters!(LayoutOptions {
     shard_align_elems: u64,
     param_align_elems: u64,
+    packed_below_elems: u64,
     ties: Vec<Tie>,
 });
+
+impl LayoutOptions {
+    /// For state in blocks: shards, and parameters with state in blocks ([`BlockFormat::holds`]),
+    /// begin with whole blocks.
+    #[must_use]
+    pub fn in_blocks(self) -> Self {
+        let align = |elems: u64| elems.max(1).next_multiple_of(BlockFormat::ALIGN_ELEMS);
+        let shard_align_elems = align(self.shard_align_elems);
+        let param_align_elems = align(self.param_align_elems);
+        Self {
+            shard_align_elems,
+            param_align_elems,
+            packed_below_elems: BlockFormat::LEAST_ELEMS,
+            ..self
+        }
+    }
+
+    /// Whether a parameter of `elems` elements follows another such one without a gap.
+    fn packs(&self, elems: u64) -> bool {
+        let is_even = elems.is_multiple_of(self.param_align_elems);
+        self.packed_below_elems > 0 && (elems < self.packed_below_elems || !is_even)
+    }
+}
 
 /// A parameter and its place in the flat parameter of its unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -228,6 +259,23 @@ pub struct UnitLayout {
 }
 
 impl UnitLayout {
+    /// The ranges of the flat parameter that belong to no parameter, in order; none is empty.
+    pub fn padding(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        let starts = self.params.iter().map(|param| param.offset_elems);
+        let ends = self.params.iter().map(|param| param.range().end);
+        let gaps = std::iter::once(0)
+            .chain(ends)
+            .zip(starts.chain([self.padded_elems]));
+        gaps.filter(|(end, start)| end < start)
+            .map(|(end, start)| end..start)
+    }
+
+    /// Elements of the flat parameter up to the end of the last parameter: with gaps between
+    /// parameters, but without the padding behind them.
+    pub fn used_elems(&self) -> u64 {
+        self.params.last().map_or(0, |param| param.range().end)
+    }
+
     /// The range of the flat parameter that `rank` owns, which may be padding only. For a rank
     /// outside the world, an empty range at the end.
     pub fn shard(&self, rank: u64) -> Range<u64> {
@@ -510,12 +558,17 @@ fn place(
     let mut params = Vec::with_capacity(unit.params.len());
     let mut end = 0u64;
     let mut numel = 0u64;
+    let mut was_packed = false;
 
     for param in &unit.params {
         let n = param.numel_elems()?;
-        let offset = end
-            .checked_next_multiple_of(options.param_align_elems)
-            .ok_or_else(overflow)?;
+        let is_packed = options.packs(n);
+        let align = match is_packed && was_packed {
+            true => 1,
+            false => options.param_align_elems,
+        };
+        let offset = end.checked_next_multiple_of(align).ok_or_else(overflow)?;
+        was_packed = is_packed;
         params.push(ParamPlacement {
             name: param.name.clone(),
             shape: param.shape.clone(),

@@ -48,7 +48,11 @@ impl StateBytes {
         };
         let params_bytes = bytes(stage.shards_params(), widths.param_bytes)?;
         let grads_bytes = bytes(stage.shards_grads(), widths.grad_bytes)?;
-        let optimizer_bytes = bytes(stage.shards_optimizer(), widths.optimizer_bytes)?;
+        let updated = match stage.shards_optimizer() {
+            true => shard_elems,
+            false => whole_elems,
+        };
+        let optimizer_bytes = widths.optimizer.checked_bytes("bytes of a rank", updated)?;
         sum(
             "bytes of a rank",
             &[params_bytes, grads_bytes, optimizer_bytes],

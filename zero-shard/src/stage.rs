@@ -61,12 +61,16 @@ pub struct Widths {
     pub param_bytes: u64,
     /// Of the parameters that all-gathers transmit: as a rule, of `param_bytes` each.
     pub gathered: WireFormat,
-    /// Of a gradient in the dtype that reductions transmit.
+    /// Of a gradient in the dtype that reductions transmit, unless they are quantised.
     pub comm_grad_bytes: u64,
+    /// Of the gradients that quantised reductions transmit, by all-to-all: within a group, or over
+    /// all ranks, and between groups.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub reduced: Option<[WireFormat; 2]>,
     /// Of a gradient as kept until the optimizer step.
     pub grad_bytes: u64,
     /// Of the optimizer state, master weights included: K in the paper.
-    pub optimizer_bytes: u64,
+    pub optimizer: WireFormat,
 }
 
 impl Widths {
@@ -75,8 +79,9 @@ impl Widths {
         param_bytes: 4,
         gathered: WireFormat::plain(4),
         comm_grad_bytes: 4,
+        reduced: None,
         grad_bytes: 4,
-        optimizer_bytes: 8,
+        optimizer: WireFormat::plain(8),
     };
 
     /// bf16 or fp16 training with Adam: K = 12 (fp32 master and two moments).
@@ -84,8 +89,9 @@ impl Widths {
         param_bytes: 2,
         gathered: WireFormat::plain(2),
         comm_grad_bytes: 2,
+        reduced: None,
         grad_bytes: 2,
-        optimizer_bytes: 12,
+        optimizer: WireFormat::plain(12),
     };
 
     /// bf16 or fp16 training with Adam and several micro-batches per step, with gradients
@@ -94,8 +100,9 @@ impl Widths {
         param_bytes: 2,
         gathered: WireFormat::plain(2),
         comm_grad_bytes: 2,
+        reduced: None,
         grad_bytes: 4,
-        optimizer_bytes: 12,
+        optimizer: WireFormat::plain(12),
     };
 
     /// Parameters of `param_bytes`, state of `optimizer_bytes` and `grad_accum_steps` micro-batches
@@ -105,11 +112,12 @@ impl Widths {
             param_bytes,
             gathered: WireFormat::plain(param_bytes),
             comm_grad_bytes: param_bytes,
+            reduced: None,
             grad_bytes: match (param_bytes, grad_accum_steps) {
                 (2, 0 | 1) => 2,
                 _ => 4,
             },
-            optimizer_bytes,
+            optimizer: WireFormat::plain(optimizer_bytes),
         }
     }
 }

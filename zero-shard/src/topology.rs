@@ -21,7 +21,8 @@ use std::ops::Range;
 
 use crate::checked::{product, sum};
 use crate::{
-    Layout, LayoutOptions, ShardError, StateBytes, StepTraffic, UnitSpec, Widths, ZeroStage,
+    Layout, LayoutOptions, ShardError, StateBytes, StepTraffic, UnitSpec, Widths, WireFormat,
+    ZeroStage,
 };
 
 const WHAT: &str = "bytes sent in a step";
@@ -276,7 +277,13 @@ impl GridLayout {
         routing: Routing,
     ) -> Result<GridTraffic, ShardError> {
         let groups = self.grid.groups();
-        let axes = self.axis_traffic(stage, widths, grad_accum_steps)?;
+        let mut axes = self.axis_traffic(stage, widths, grad_accum_steps)?;
+        if routing == Routing::Ring && self.sharding == Sharding::Flat {
+            axes = AxisTraffic {
+                all: self.parts.step_traffic(stage, widths, grad_accum_steps)?,
+                ..AxisTraffic::default()
+            };
+        }
         // Elements of a whole unit that leave a group, for each part that a rank sends to all.
         let (part, whole) = match routing {
             Routing::Ring => (1, 1),
@@ -285,14 +292,16 @@ impl GridLayout {
                 self.grid.world_size - 1,
             ),
         };
+        let in_order = |sent: &StepTraffic| sent.total_bytes() - sent.all_to_all_bytes;
         let of_all = match groups {
             1 => 0,
-            _ => product(WHAT, &[axes.all.total_bytes() / whole, part])?,
+            _ => product(WHAT, &[in_order(&axes.all) / whole, part])?,
         };
-        let replicas = product(WHAT, &[axes.replicas.total_bytes(), self.grid.group_size])?;
+        let replicas = product(WHAT, &[in_order(&axes.replicas), self.grid.group_size])?;
+        let exchanged = axes.all_to_all(&self.grid, self.grid.group_size)?;
         Ok(GridTraffic {
             rank: axes.rank()?,
-            group_egress_bytes: sum(WHAT, &[of_all, replicas])?,
+            group_egress_bytes: sum(WHAT, &[of_all, replicas, exchanged])?,
         })
     }
 
@@ -308,48 +317,84 @@ impl GridLayout {
     ) -> Result<AxisTraffic, ShardError> {
         let of_all = self.parts.step_traffic(stage, widths, grad_accum_steps)?;
         let group = self.group.step_traffic(stage, widths, grad_accum_steps)?;
+        let others_of_shard = self.grid.groups() - 1;
         // A shard without the part that a rank has of it.
-        let others = |width: u64| {
-            let part = self.parts.shard_elems();
-            product(WHAT, &[part, self.grid.groups() - 1, width])
+        let others = |format: WireFormat| {
+            let part = format.checked_bytes(WHAT, self.parts.shard_elems())?;
+            product(WHAT, &[part, others_of_shard])
         };
+        let gathered = || others(widths.gathered);
+        let grads = || others(WireFormat::plain(widths.grad_bytes));
         let none = StepTraffic::default();
+        let exchanged = |bytes: u64| none.with_all_to_all(bytes);
+        // A quantised reduction over all ranks: within the groups, then between them.
+        let hops = match widths.reduced {
+            Some(formats) if stage.shards_optimizer() && self.grid.groups() > 1 => {
+                let shard = formats[0].checked_bytes(WHAT, self.group.shard_elems())?;
+                let others = self.grid.group_size - 1;
+                let within = product(WHAT, &[grad_accum_steps, others, shard])?;
+                let part = formats[1].checked_bytes(WHAT, self.parts.shard_elems())?;
+                let between = product(WHAT, &[grad_accum_steps, others_of_shard, part])?;
+                Some([within, between].map(exchanged))
+            }
+            _ => None,
+        };
+        let of_replicas = match widths.reduced {
+            Some([_, between]) => exchanged(others(between)?),
+            None => StepTraffic {
+                reduce_scatter_bytes: grads()?,
+                ..none
+            },
+        };
 
         Ok(match (self.sharding, stage) {
             (_, ZeroStage::Zero)
             | (Sharding::Flat, _)
-            | (Sharding::Secondary, ZeroStage::One | ZeroStage::Two) => AxisTraffic {
-                all: of_all,
-                ..AxisTraffic::default()
-            },
-            (Sharding::Secondary, ZeroStage::Three) => AxisTraffic {
-                all: StepTraffic {
-                    reduce_scatter_bytes: of_all.reduce_scatter_bytes,
-                    ..none
+            | (Sharding::Secondary, ZeroStage::One | ZeroStage::Two) => match hops {
+                Some([group, replicas]) => AxisTraffic {
+                    all: of_all.with_all_to_all(0),
+                    group,
+                    replicas,
                 },
-                group: StepTraffic {
-                    all_gather_bytes: group.all_gather_bytes,
-                    ..none
-                },
-                replicas: StepTraffic {
-                    all_gather_bytes: others(widths.param_bytes)?,
-                    ..none
+                None => AxisTraffic {
+                    all: of_all,
+                    ..AxisTraffic::default()
                 },
             },
+            (Sharding::Secondary, ZeroStage::Three) => {
+                let [within, between] = hops.unwrap_or_default();
+                let reduced = match hops {
+                    Some(_) => none,
+                    None => of_all,
+                };
+                AxisTraffic {
+                    all: StepTraffic {
+                        all_gather_bytes: 0,
+                        ..reduced
+                    },
+                    group: StepTraffic {
+                        all_gather_bytes: group.all_gather_bytes,
+                        ..within
+                    },
+                    replicas: StepTraffic {
+                        all_gather_bytes: gathered()?,
+                        ..between
+                    },
+                }
+            }
             (Sharding::Hybrid, _) => AxisTraffic {
                 all: none,
                 group,
                 replicas: StepTraffic {
-                    reduce_scatter_bytes: others(widths.grad_bytes)?,
-                    all_gather_bytes: others(widths.param_bytes)?,
-                    ..none
+                    all_gather_bytes: gathered()?,
+                    ..of_replicas
                 },
             },
             (Sharding::Replicated, _) => AxisTraffic {
                 all: none,
                 group,
                 replicas: StepTraffic {
-                    all_reduce_bytes: product(WHAT, &[2, others(widths.grad_bytes)?])?,
+                    all_reduce_bytes: product(WHAT, &[2, grads()?])?,
                     ..none
                 },
             },
@@ -386,14 +431,33 @@ impl AxisTraffic {
             reduce_scatter_bytes: of(|sent| sent.reduce_scatter_bytes)?,
             all_gather_bytes: of(|sent| sent.all_gather_bytes)?,
             all_reduce_bytes: of(|sent| sent.all_reduce_bytes)?,
+            all_to_all_bytes: of(|sent| sent.all_to_all_bytes)?,
         };
         let each = [
             rank.reduce_scatter_bytes,
             rank.all_gather_bytes,
             rank.all_reduce_bytes,
+            rank.all_to_all_bytes,
         ];
         sum(WHAT, &each)?;
         Ok(rank)
+    }
+
+    /// Bytes that leave a node of `node_size` ranks by all-to-alls.
+    fn all_to_all(&self, grid: &Grid, node_size: u64) -> Result<u64, ShardError> {
+        let sent = [self.all, self.group, self.replicas].map(|axis| axis.all_to_all_bytes);
+        grid.node_exchange_bytes(node_size, sent)
+    }
+
+    /// Bytes that the ranks of a node of `node_size` ranks send to other nodes.
+    ///
+    /// # Errors
+    /// As for [`Grid::node_egress_bytes`].
+    pub fn node_egress_bytes(&self, grid: &Grid, node_size: u64) -> Result<u64, ShardError> {
+        let [all, group, replicas] = [self.all, self.group, self.replicas]
+            .map(|sent| sent.total_bytes() - sent.all_to_all_bytes);
+        let in_rings = grid.node_egress_bytes(node_size, all, group, replicas)?;
+        sum(WHAT, &[in_rings, self.all_to_all(grid, node_size)?])
     }
 }
 
@@ -430,6 +494,35 @@ impl Grid {
             _ => product(WHAT, &[replicas, node_size.min(self.group_size)])?,
         };
         sum(WHAT, &[all, group, replicas])
+    }
+
+    /// Bytes that the ranks of a node of `node_size` consecutive ranks send to other nodes by
+    /// all-to-alls, in which each sends as much to each other rank: `sent` by one rank to all ranks,
+    /// to its group and to the ranks with its position.
+    ///
+    /// # Errors
+    /// As for [`Self::node_egress_bytes`].
+    pub fn node_exchange_bytes(&self, node_size: u64, sent: [u64; 3]) -> Result<u64, ShardError> {
+        Self::new(self.world_size, node_size)?;
+        let ranks = [self.world_size, self.group_size, self.groups()];
+        // Those of an axis that are in one node.
+        let near = [
+            node_size,
+            node_size.min(self.group_size),
+            (node_size / self.group_size).max(1),
+        ];
+        let of_axis = |axis: usize| match ranks[axis] {
+            0 | 1 => Ok(0),
+            ranks => product(
+                WHAT,
+                &[
+                    sent[axis] / (ranks - 1),
+                    ranks.saturating_sub(near[axis]),
+                    node_size,
+                ],
+            ),
+        };
+        sum(WHAT, &[of_axis(0)?, of_axis(1)?, of_axis(2)?])
     }
 }
 

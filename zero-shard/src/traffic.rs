@@ -10,6 +10,7 @@
 //! | 3 | AΨ | 2AΨ | | 3AΨ |
 //!
 //! The table is of gradients that are reduced after every micro-batch, as stages 2 and 3 must.
+//! A quantised reduction is an all-to-all in place of the reduce-scatter, in blocks.
 //! Stages 0 and 1 may sum micro-batches on each rank and reduce once: with A = 1, both send 2Ψ.
 //! Stage 3 gathers each unit at most 2A times: a unit that stays gathered until its next use saves
 //! one gather.
@@ -19,8 +20,8 @@ use crate::{Layout, ShardError, Widths, ZeroStage};
 
 const WHAT: &str = "bytes sent in a step";
 
-/// The format in which collectives transmit a shard: in blocks of `block_elems` elements, the last
-/// one perhaps shorter, of `block_bytes` bytes each.
+/// The format in which collectives transmit a shard, or a rank keeps state: in blocks of
+/// `block_elems` elements, the last one perhaps shorter, of `block_bytes` bytes each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct WireFormat {
@@ -37,6 +38,12 @@ impl WireFormat {
             block_elems: 1,
             block_bytes: bytes,
         }
+    }
+
+    /// [`Self::bytes`], or the error that names `what`.
+    pub(crate) fn checked_bytes(self, what: &'static str, elems: u64) -> Result<u64, ShardError> {
+        let bytes = self.bytes(elems);
+        bytes.ok_or_else(|| ShardError::TooLarge { what: what.into() })
     }
 
     /// Bytes of a shard of `elems` elements; `None` if blocks have no elements, or if the bytes do
@@ -60,10 +67,13 @@ pub struct StepTraffic {
     pub all_gather_bytes: u64,
     /// By all-reduce: gradients of stage 0, of [`Widths::comm_grad_bytes`].
     pub all_reduce_bytes: u64,
+    /// By all-to-all: gradients of quantised reductions, in [`Widths::reduced`].
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub all_to_all_bytes: u64,
 }
 
 impl StepTraffic {
-    /// The traffic of a model whose shards have `shard_elems` elements on each of `world_size`
+    /// The traffic of a model, with quantised reductions in one hop, whose shards have `shard_elems` elements on each of `world_size`
     /// ranks.
     ///
     /// # Errors
@@ -76,10 +86,7 @@ impl StepTraffic {
         grad_accum_steps: u64,
     ) -> Result<Self, ShardError> {
         let others = world_size.checked_sub(1).ok_or(ShardError::NoRanks)?;
-        let shard_bytes = |format: WireFormat| {
-            let bytes = format.bytes(shard_elems);
-            bytes.ok_or_else(|| ShardError::TooLarge { what: WHAT.into() })
-        };
+        let shard_bytes = |format: WireFormat| format.checked_bytes(WHAT, shard_elems);
         let grad = shard_bytes(WireFormat::plain(widths.comm_grad_bytes))?;
         let param = shard_bytes(widths.gathered)?;
         let bytes = |times: &[u64]| product(WHAT, &[&[others], times].concat());
@@ -92,9 +99,20 @@ impl StepTraffic {
             ZeroStage::One | ZeroStage::Two => Self::sharded(bytes(&[a, grad])?, bytes(&[param])?),
             ZeroStage::Three => Self::sharded(bytes(&[a, grad])?, bytes(&[2, a, param])?),
         };
+        let traffic = match widths.reduced {
+            Some([format, _]) if stage.shards_optimizer() => {
+                let grad = shard_bytes(format)?;
+                traffic.with_all_to_all(bytes(&[a, grad])?)
+            }
+            _ => traffic,
+        };
         sum(
             WHAT,
-            &[traffic.reduce_scatter_bytes, traffic.all_gather_bytes],
+            &[
+                traffic.reduce_scatter_bytes,
+                traffic.all_gather_bytes,
+                traffic.all_to_all_bytes,
+            ],
         )?;
         Ok(traffic)
     }
@@ -103,13 +121,25 @@ impl StepTraffic {
         Self {
             reduce_scatter_bytes,
             all_gather_bytes,
-            all_reduce_bytes: 0,
+            ..Self::default()
+        }
+    }
+
+    /// With an all-to-all in place of the reduce-scatter.
+    pub(crate) fn with_all_to_all(self, all_to_all_bytes: u64) -> Self {
+        Self {
+            reduce_scatter_bytes: 0,
+            all_to_all_bytes,
+            ..self
         }
     }
 
     /// The sum over the collectives.
     pub fn total_bytes(&self) -> u64 {
-        self.reduce_scatter_bytes + self.all_gather_bytes + self.all_reduce_bytes
+        self.reduce_scatter_bytes
+            + self.all_gather_bytes
+            + self.all_reduce_bytes
+            + self.all_to_all_bytes
     }
 }
 

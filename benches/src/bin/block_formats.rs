@@ -113,8 +113,10 @@ fn fill(array: &Array) -> Result<(), KernelError> {
 
 /// A copy by as many threads as the kernels have.
 fn memcpy(bench: &Bench, src: &Array, dst: &Array) -> Result<(), KernelError> {
-    // SAFETY: nothing is in flight; the arrays differ.
-    let (src, dst) = unsafe { (src.typed::<f32>()?.as_host(), dst.typed()?.as_host_mut()) };
+    // SAFETY: nothing is in flight.
+    let src = unsafe { src.typed::<f32>()?.as_host() };
+    // SAFETY: as above; the arrays differ.
+    let dst = unsafe { dst.typed()?.as_host_mut() };
     let part = src.len().div_ceil(bench.threads).max(1);
     std::thread::scope(|scope| {
         for (src, dst) in src.chunks(part).zip(dst.chunks_mut(part)) {

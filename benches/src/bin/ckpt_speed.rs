@@ -118,10 +118,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
 
         let specs = STATES
-            .map(|s| StateSpec {
-                name: s.into(),
-                dtype: StateDtype::F32,
-            })
+            .map(|state| StateSpec::new(state, StateDtype::F32))
             .to_vec();
         let mut background = BackgroundStore::new(store, Arc::clone(&layout), specs, 1)?;
         let mut copy: Vec<Vec<f32>> = states.iter().map(|s| vec![1.0; s.len()]).collect();

@@ -22,7 +22,7 @@
 //! | supported | `zero_optimization.stage` | a field of [`DsConfig`] |
 //! | equal to this program's behavior | `contiguous_gradients: true` | nothing |
 //! | unsupported, changes rounding or speed | `round_robin_gradients: true` | a warning |
-//! | unsupported, changes results | `zero_quantized_gradients: true` | an error |
+//! | unsupported, changes results | `zenflow: {..}` | an error |
 //!
 //! `"auto"` has the value that accelerate and the Hugging Face Trainer give it: a flag's or its
 //! default, and
@@ -75,4 +75,4 @@ pub use deepspeed::{ActivationCheckpointing, Aio, DsConfig, canonical};
 pub use error::ConfigFileError;
 pub use monitors::{MonitorFolder, Monitors};
 pub use optimizer::DsOptimizer;
-pub use zero::ZeroOptimization;
+pub use zero::{LocoParams, ZeroOptimization};

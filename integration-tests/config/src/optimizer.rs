@@ -2,19 +2,21 @@
 
 use serde_json::{Value, json};
 use zero_kernels::AdamHyper;
-use zero_optim::LrSchedule;
+use zero_optim::{LrSchedule, Moments};
 
 use super::ConfigFileError;
 use super::block::{Block, Key, keys, shortened};
 use zero_optim::ParamGroup;
 
-/// `optimizer`: Adam or AdamW.
+/// `optimizer`: Adam or AdamW, with moments of 32 bits or, as `AdamW8bit`, of fewer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DsOptimizer {
     /// The base learning rate.
     pub lr: f64,
     /// Betas, epsilon, weight decay, and whether the decay is decoupled.
     pub hyper: AdamHyper,
+    /// The format of the moments, of a type such as `AdamW8bit`; `None`: the type names none.
+    pub moments: Option<Moments>,
 }
 
 /// Parameters of the optimizer that would change results.
@@ -51,12 +53,18 @@ pub(super) fn read_optimizer(
         });
     };
 
-    let always_decoupled = match name.to_ascii_lowercase().as_str() {
+    let lower = name.to_ascii_lowercase();
+    // As bitsandbytes and torchao name them; DeepSpeed passes such names on.
+    let moments = [Moments::EightBit, Moments::FourBit]
+        .into_iter()
+        .find(|moments| lower.ends_with(&moments.to_string()));
+    let family = moments.map_or(&*lower, |bits| lower.trim_end_matches(&bits.to_string()));
+    let always_decoupled = match family {
         "adam" => false,
         "adamw" => true,
         _ => {
             let (key, got) = (block.name("type"), format!("{name:?}"));
-            let why = "set it to \"Adam\" or \"AdamW\", with their params alone";
+            let why = "set it to \"Adam\" or \"AdamW\", with their params alone, or to \"AdamW8bit\" or \"AdamW4bit\"";
             return Err(ConfigFileError::Unsupported { key, got, why });
         }
     };
@@ -87,6 +95,7 @@ pub(super) fn read_optimizer(
             decoupled: always_decoupled || adam_w_mode,
             bias_correction: params.flag("bias_correction")?.unwrap_or(true),
         },
+        moments,
     };
 
     // DeepSpeed, too, rejects unknown arguments of an optimizer.

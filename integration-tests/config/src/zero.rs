@@ -39,6 +39,23 @@ pub struct ZeroOptimization {
     pub hpz_ranks: Option<u64>,
     /// Ranks of a group that shares all states (MiCS), if above 0.
     pub mics_shard_ranks: Option<u64>,
+    /// Whether parameters are gathered in 8 bits (qwZ).
+    pub quantized_weights: bool,
+    /// Whether gradients are reduced in few bits (qgZ).
+    pub quantized_gradients: bool,
+    /// Whether frozen weights are stored and gathered in 8 bits.
+    pub quantized_frozen: bool,
+    /// Error feedback of quantised gradients.
+    pub loco: Option<LocoParams>,
+}
+
+/// `zeropp_loco_param`: error feedback of quantised gradients (arXiv 2407.04480).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LocoParams {
+    /// The part of the earlier error that stays.
+    pub err_beta: f64,
+    /// Steps from one reset of the errors to the next.
+    pub reset_steps: u64,
 }
 
 impl Default for ZeroOptimization {
@@ -59,6 +76,10 @@ impl Default for ZeroOptimization {
             offload_param: Home::Device,
             hpz_ranks: None,
             mics_shard_ranks: None,
+            quantized_weights: false,
+            quantized_gradients: false,
+            quantized_frozen: false,
+            loco: None,
         }
     }
 }
@@ -84,7 +105,6 @@ const STAGE3_NAMES: [&str; 9] = [
 ];
 
 const UNITS: &str = "parameters are gathered by unit (embedding, block, head)";
-const EXACT: &str = "this program sends gradients and parameters unquantized";
 
 /// Unsupported keys that change speed, memory or messages only.
 const IGNORED: &[Key] = keys! {
@@ -118,10 +138,6 @@ const IGNORED: &[Key] = keys! {
 
 /// Unsupported keys that change the results.
 const REFUSED: &[Key] = keys! {
-    "zero_quantized_weights" = Flag(false) => EXACT,
-    "zero_quantized_nontrainable_weights" = Flag(false) => EXACT,
-    "zero_quantized_gradients" = Flag(false) => EXACT,
-    "zeropp_loco_param" = Nothing => EXACT,
     "zenflow" = Nothing => "updates are not deferred to later steps",
     "mics_hierarchical_params_gather" = Nothing => "DeepSpeed has removed it",
 };
@@ -194,6 +210,12 @@ pub(super) fn read(
             .count("zero_hpz_partition_size")?
             .filter(|ranks| *ranks > 1),
         mics_shard_ranks: read_mics(&mut block)?,
+        quantized_weights: block.flag("zero_quantized_weights")?.unwrap_or(false),
+        quantized_gradients: block.flag("zero_quantized_gradients")?.unwrap_or(false),
+        quantized_frozen: block
+            .flag("zero_quantized_nontrainable_weights")?
+            .unwrap_or(false),
+        loco: read_loco(&mut block)?,
         ..ZeroOptimization::default()
     };
 
@@ -213,6 +235,20 @@ pub(super) fn read(
 
     block.end_strict()?;
     Ok(zero)
+}
+
+/// `zeropp_loco_param`, with DeepSpeed's defaults.
+fn read_loco(zero: &mut Block) -> Result<Option<LocoParams>, ConfigFileError> {
+    let Some(mut block) = zero.block("zeropp_loco_param")? else {
+        return Ok(None);
+    };
+    let err_beta = block.number_in("err_beta", 0.0..=0.999_999, "at least 0 and below 1")?;
+    let reset_steps = block.count("reset_T")?;
+    block.end_strict()?;
+    Ok(Some(LocoParams {
+        err_beta: err_beta.unwrap_or(0.8),
+        reset_steps: reset_steps.unwrap_or(1024),
+    }))
 }
 
 /// `mics_shard_size`; not above 0, it is off.

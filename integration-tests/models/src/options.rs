@@ -1,6 +1,7 @@
 //! The sizes and choices of a model on a device, which its architecture does not set.
 
 use zero_alloc::device::DType;
+use zero_shard::LayoutOptions;
 use zero_trainer::ModelError;
 
 /// Maximum number of tokens of a micro-batch, so that no buffer size of a valid model overflows 64
@@ -43,6 +44,8 @@ pub struct ModelOptions {
     /// the second from the rounded one. With `activation_checkpointing` it changes nothing, and on
     /// the host neither.
     pub recompute_gelu: bool,
+    /// Where parameters are in the flat parameter of their unit.
+    pub layout: LayoutOptions,
 }
 
 /// Bytes of a model on a GPU, as it requests them.
@@ -72,6 +75,7 @@ impl ModelOptions {
             offload_activations: false,
             matmul_timing: false,
             recompute_gelu: false,
+            layout: LayoutOptions::default(),
         }
     }
 

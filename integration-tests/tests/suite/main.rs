@@ -3,6 +3,7 @@
 
 #[path = "../common/arrays.rs"]
 mod arrays;
+mod bitsandbytes;
 mod errors;
 mod generate;
 mod own_framework;

@@ -25,6 +25,7 @@ mod model;
 mod offload;
 mod options;
 pub mod param_groups;
+mod quantised;
 mod rank;
 mod rank_bytes;
 mod rank_exchange;
@@ -51,17 +52,19 @@ pub use offload::settings::{Home, OffloadSettings};
 pub use options::{
     NextToken, ReplicaChecks, RunOptions, SampleOptions, ValidationData, ValidationOptions,
 };
-pub use rank_bytes::{RankBytes, decoded_moments, gathers, piece_elems, scratch_elems};
+pub use quantised::{ErrorFeedback, QuantisedGrads};
+pub use rank_bytes::{RankBytes, encoded_bytes, gathers, piece_elems, scratch_elems};
 pub use rank_exchange::RankExchange;
 pub use saving::state::TrainerState;
 pub use schedule::{StepSchedule, record_on_device, record_on_host};
 pub use settings::Settings;
+pub use stages::grad_errors::SavedErrors;
 pub use stages::optimizer::device_steps;
 pub use step::recorder::AT_STAGE_3;
 pub use telemetry::breakdown::{Breakdown, CommMs, PartsMs, PassMs, UnitsMs};
 pub use telemetry::memory_trace::{MemoryPoint, MemoryTrace};
 pub use telemetry::metrics::{
-    Best, CommBytes, MemoryBytes, NvmeBytes, OverlapMs, StepMetrics, Validation,
+    Best, CommBytes, MemoryBytes, NvmeBytes, OverlapMs, QuantFigures, StepMetrics, Validation,
 };
 pub use units::SHARD_ALIGN_ELEMS;
 pub use workload::{BatchAt, InitialWeights, RankSummary, Workload};

@@ -24,14 +24,17 @@
 
 use std::sync::Arc;
 
+use zero_alloc::Pool;
 use zero_alloc::device::{AnySlice, Device, Reduced, Stream};
 use zero_comm::{CommError, Communicator, Gather, Reduce, Traffic, TwoLevel};
+use zero_kernels::Kernels;
 use zero_shard::{Grid, GridLayout, Sharding};
 
 use crate::error::TrainError;
 use crate::mesh_settings::MeshSettings;
 use crate::model::ModelRanks;
 use crate::settings::Settings;
+use crate::step::quant_sums::{Encoded, QuantSums};
 
 /// The communicators of a rank's axes.
 pub(crate) struct Mesh<D: Device> {
@@ -99,7 +102,7 @@ pub(crate) struct Replicas<D: Device> {
 
 impl<D: Device> Mesh<D> {
     /// Splits `world` by `layouts`; all ranks call it. The collectives of replicas run on `stream`,
-    /// or on a new one. Gathers have no codec.
+    /// or on a new one. Nothing is encoded.
     pub(crate) fn new(
         device: &D,
         world: Arc<dyn Communicator<D>>,
@@ -185,6 +188,77 @@ impl<D: Device> Mesh<D> {
         })
     }
 
+    /// Makes parameters and gradients travel in the formats of `settings`; what is encoded in blocks
+    /// adds its statistics to `sums`.
+    pub(crate) fn encode(
+        &mut self,
+        settings: &Settings,
+        kernels: &Arc<dyn Kernels<D>>,
+        pool: &Pool<D>,
+        sums: Option<&QuantSums<D>>,
+    ) -> Result<(), TrainError> {
+        let of = |kind| sums.map(|sums| sums.of(kind));
+        if let Some(codec) = settings.gather_codec {
+            let coded = |gather: &Gather<D>| {
+                let gather = gather.clone();
+                gather.with_codec(codec, Arc::clone(kernels), pool.clone())
+            };
+            let counted = |gather: Gather<D>| match of(Encoded::Params) {
+                Some(sums) => gather.with_sums(sums),
+                None => gather,
+            };
+            self.gather = coded(&self.gather)?;
+            match &mut self.replicas {
+                // A group gathers values that replicas have encoded before; encoding them again changes none.
+                Some(replicas) if replicas.sharding != Sharding::Replicated => {
+                    replicas.gather = counted(coded(&replicas.gather)?);
+                }
+                _ => self.gather = counted(self.gather.clone()),
+            }
+        }
+
+        let Some(grads) = settings.quantised_grads else {
+            return Ok(());
+        };
+        let quantised = |reduce: &Reduce<D>, hops, kind| {
+            let reduce = reduce.clone();
+            let reduce = reduce.quantised(hops, Arc::clone(kernels), pool.clone())?;
+            Ok::<_, CommError>(match of(kind) {
+                Some(sums) => reduce.with_sums(sums),
+                None => reduce,
+            })
+        };
+        let first = match (&self.two_level, &self.replicas) {
+            (Some(two_level), _) => two_level.levels()[0],
+            (None, Some(replicas)) if replicas.sharding == Sharding::Secondary => {
+                self.gather.comm()
+            }
+            _ => self.reduce.comm(),
+        };
+        let hops = std::iter::once((first, grads.within))
+            .chain(self.between().map(|comm| (comm, grads.between)))
+            .map(|(comm, format)| (Arc::clone(comm), format));
+        self.reduce = quantised(&self.reduce, hops.collect(), Encoded::Grads)?;
+        if let Some(replicas) = &mut self.replicas
+            && replicas.sharding == Sharding::Hybrid
+        {
+            let hop = vec![(Arc::clone(replicas.reduce.comm()), grads.between)];
+            replicas.reduce = quantised(&replicas.reduce, hop, Encoded::ReplicaGrads)?;
+        }
+        Ok(())
+    }
+
+    /// The ranks of the second hop of a quantised reduction over all data ranks.
+    pub(crate) fn between(&self) -> Option<&Arc<dyn Communicator<D>>> {
+        match (&self.two_level, &self.replicas) {
+            (Some(two_level), _) => Some(two_level.levels()[1]),
+            (None, Some(replicas)) if replicas.sharding == Sharding::Secondary => {
+                Some(replicas.comm())
+            }
+            _ => None,
+        }
+    }
+
     /// The communicators of the axes, besides that of all ranks.
     fn axes(&self) -> impl Iterator<Item = &Arc<dyn Communicator<D>>> {
         let hpz = |replicas: &&Replicas<D>| replicas.sharding == Sharding::Secondary;
@@ -214,7 +288,15 @@ impl<D: Device> Mesh<D> {
         let Some(node_ranks) = self.node_ranks else {
             return 0;
         };
-        let of_data = |sent: Traffic| sent.total_bytes() - sent.control_bytes;
+        // Of collectives that are rings, and of all-to-alls.
+        let of_data = |sent: Traffic| {
+            let exchanged = sent.all_to_all_bytes;
+            [
+                sent.total_bytes() - sent.control_bytes - exchanged,
+                exchanged,
+            ]
+        };
+        let plus = |[a, b]: [u64; 2], [c, d]: [u64; 2]| [a + c, b + d];
         let data = |comm: &Arc<dyn Communicator<D>>| of_data(comm.traffic());
         // Tensor parallelism is within a machine; each of its ranks has other data ranks.
         let tensor = self
@@ -228,23 +310,31 @@ impl<D: Device> Mesh<D> {
             _ => data(&self.data),
         };
         let (all, group, replicas) = match (&self.replicas, &self.two_level) {
-            (None, None) => (over_all, 0, 0),
+            (None, None) => (over_all, [0; 2], [0; 2]),
             (None, Some(two_level)) => {
                 let sent = two_level.traffic_by_level();
                 let [ring, within, between] = [sent.ring, sent.within, sent.between].map(of_data);
-                (over_all + ring, within, between)
+                (plus(over_all, ring), within, between)
             }
             (Some(replicas), _) => {
                 let hpz = replicas.sharding == Sharding::Secondary;
-                let over_all = over_all + if hpz { data(self.reduce.comm()) } else { 0 };
+                let reduced = match hpz {
+                    true => data(self.reduce.comm()),
+                    false => [0; 2],
+                };
+                let over_all = plus(over_all, reduced);
                 (over_all, data(self.gather.comm()), data(replicas.comm()))
             }
         };
-        let bytes = self
+        let of_node = node_ranks / tensor;
+        let in_rings = self
             .grid
-            .node_egress_bytes(node_ranks / tensor, all, group, replicas);
-        let bytes = bytes.map(|bytes| bytes * tensor);
-        let of_sequences = self.model.sequence.as_ref().map_or(0, data);
+            .node_egress_bytes(of_node, all[0], group[0], replicas[0]);
+        let exchanged = [all[1], group[1], replicas[1]];
+        let exchanged = self.grid.node_exchange_bytes(of_node, exchanged);
+        let bytes = in_rings.and_then(|bytes| Ok((bytes + exchanged?) * tensor));
+        let sequence = self.model.sequence.as_ref();
+        let of_sequences = sequence.map_or(0, |comm| data(comm).iter().sum());
         let of_node = (node_ranks / tensor) as usize;
         let of_sequences = self.settings.sequence_egress_bytes(of_node, of_sequences);
         let of_sequences = of_sequences.saturating_mul(tensor);
@@ -312,8 +402,7 @@ impl<D: Device> Replicas<D> {
         shard: AnySlice,
     ) -> Result<D::Event, CommError> {
         self.stream.wait(updated)?;
-        self.gather
-            .enqueue(&self.stream, self.part_of(shard), shard)?;
+        self.gather.enqueue_others(&self.stream, shard)?;
         Ok(self.stream.record()?)
     }
 

@@ -13,7 +13,8 @@ use serde::{Deserialize, Serialize};
 use zero_optim::{GroupRules, OptimizerConfig, ParamGroups};
 pub use zero_optim::{KindOf, ParamGroup, ParamKind};
 use zero_shard::{
-    GridLayout, Layout, ParamId, ParamPlacement, ShardError, StateBytes, Widths, ZeroStage,
+    GridLayout, Layout, ParamId, ParamPlacement, ShardError, StateBytes, Widths, WireFormat,
+    ZeroStage,
 };
 
 use crate::error::TrainError;
@@ -94,7 +95,12 @@ impl GroupSettings {
                 .map_err(|error| TrainError::Usage(format!("param_groups: {error}")))?;
         }
 
-        let groups = ModelGroups { rules, units };
+        let groups = ModelGroups {
+            rules,
+            units,
+            small: None,
+            in_blocks: Vec::new(),
+        };
         match (0..groups.units.len()).all(|unit| groups.is_frozen(unit)) {
             true => Err(TrainError::Usage(
                 "param_groups freeze every tensor of the model: nothing is left to train".into(),
@@ -122,6 +128,10 @@ impl fmt::Display for GroupSettings {
 #[derive(Clone, Debug)]
 pub struct ModelGroups {
     rules: Vec<GroupRules>,
+    /// The optimizer state of small parameters, if it has another format than that of others.
+    pub(crate) small: Option<WireFormat>,
+    /// For each unit that is frozen and in blocks, their format and the elements that are not.
+    pub(crate) in_blocks: Vec<Option<(WireFormat, u64)>>,
     /// For each unit the positions of its tensors' rules.
     units: Vec<Vec<usize>>,
 }
@@ -145,11 +155,7 @@ impl ModelGroups {
     /// There is no such rank.
     pub fn of(&self, layout: &Layout, rank: Option<u64>) -> Result<ParamGroups, ShardError> {
         let group_of = |id: ParamId| self.units[id.unit][id.param];
-        let runs = match rank {
-            Some(rank) => layout.group_runs(rank, group_of)?,
-            None => layout.whole_group_runs(group_of),
-        };
-        Ok(ParamGroups::new(self.rules.clone(), runs))
+        ParamGroups::of_layout(self.rules.clone(), layout, rank, group_of)
     }
 
     /// As [`Self::state_bytes`], of ranks in groups.
@@ -176,8 +182,19 @@ impl ModelGroups {
         widths: &Widths,
     ) -> Option<StateBytes> {
         let all = layout.state_bytes(stage, widths).ok()?;
-        if self.rules.iter().all(|rules| rules.trainable) {
+        if self.rules.iter().all(|rules| rules.trainable) && self.small.is_none() {
             return Some(all);
+        }
+        let mut params_bytes = all.params_bytes;
+        for (unit, in_blocks) in layout.units().iter().zip(&self.in_blocks) {
+            if let Some((format, plain)) = in_blocks {
+                let held = match stage.shards_params() {
+                    true => unit.shard_elems,
+                    false => unit.padded_elems,
+                };
+                params_bytes -= held.checked_mul(widths.param_bytes)?;
+                params_bytes += format.bytes(held)? + plain * widths.param_bytes;
+            }
         }
         let units = || {
             layout
@@ -195,11 +212,14 @@ impl ModelGroups {
             }
         });
 
-        let updated = self.updated_elems(layout, stage)?;
+        let optimizer_bytes = self.most_of_ranks(layout, stage, |elems, is_small| {
+            let format = self.small.filter(|_| is_small);
+            format.unwrap_or(widths.optimizer).bytes(elems)
+        });
         Some(StateBytes {
             grads_bytes: grads.sum::<u64>().checked_mul(widths.grad_bytes)?,
-            optimizer_bytes: updated.checked_mul(widths.optimizer_bytes)?,
-            ..all
+            optimizer_bytes: optimizer_bytes?,
+            params_bytes,
         })
     }
 
@@ -209,10 +229,23 @@ impl ModelGroups {
         if self.rules.iter().all(|rules| rules.trainable) {
             return Some(layout.updated_elems(stage));
         }
+        self.most_of_ranks(layout, stage, |elems, _| Some(elems))
+    }
+
+    /// The greatest sum, over ranks, of `of` a run of trained elements and whether it is of small
+    /// parameters.
+    fn most_of_ranks(
+        &self,
+        layout: &Layout,
+        stage: ZeroStage,
+        of: impl Fn(u64, bool) -> Option<u64>,
+    ) -> Option<u64> {
         let held = |rank: Option<u64>| -> Option<u64> {
             let ParamGroups { rules, runs, .. } = self.of(layout, rank).ok()?;
-            let trained = runs.iter().filter(|run| rules[run.group].trainable);
-            Some(trained.map(|run| run.elems.len() as u64).sum())
+            let mut trained = runs.iter().filter(|run| rules[run.group].trainable);
+            trained.try_fold(0_u64, |sum, run| {
+                sum.checked_add(of(run.elems.len() as u64, run.is_small)?)
+            })
         };
 
         match stage.shards_optimizer() {
@@ -345,7 +378,7 @@ mod tests {
             let updated = groups.updated_elems(&layout, stage).unwrap();
             let block_elems = elems(stage.shards_optimizer());
             assert_eq!(updated, layout.updated_elems(stage) - block_elems);
-            let state = block_elems * widths.optimizer_bytes;
+            let state = block_elems * widths.optimizer.block_bytes;
             assert_eq!(all.optimizer_bytes - ours.optimizer_bytes, state);
         }
     }

@@ -18,6 +18,8 @@ use crate::mesh::Mesh;
 use crate::model::Pass;
 use crate::param_groups::ModelGroups;
 use crate::settings::Settings;
+use crate::stages::frozen::FrozenUnits;
+use crate::step::quant_sums::QuantSums;
 use crate::step::replay::Record;
 use crate::units::{CutUnits, RunUnits};
 
@@ -103,8 +105,12 @@ pub(crate) struct Rank<D: Device> {
     pub(crate) passes: Vec<Pass>,
     /// The rules of each tensor.
     pub(crate) groups: ModelGroups,
+    /// Frozen units in blocks.
+    pub(crate) frozen: Option<Arc<FrozenUnits<D>>>,
     /// Settings that are equal on all ranks.
     pub(crate) settings: Settings,
+    /// Statistics of what is encoded in blocks.
+    pub(crate) quant_sums: Option<QuantSums<D>>,
 }
 
 impl<D: Device> Rank<D> {
@@ -149,13 +155,7 @@ impl<D: Device> Rank<D> {
                     .to_owned(),
             ));
         }
-        if settings.graphs && settings.gather_codec.is_some() {
-            return Err(TrainError::Usage(
-                "gathers with a codec cannot be recorded into CUDA graphs, because encoded units are in memory that is \
-                 allocated and freed during the step: set Settings::graphs to false"
-                    .to_owned(),
-            ));
-        }
+        settings.check_formats()?;
         if settings.graphs && settings.mesh.ranks_of_batch() > 1 {
             return Err(TrainError::Usage(
                 "steps whose ranks share micro-batches cannot be recorded into CUDA graphs: set Settings::graphs to false"
@@ -168,15 +168,39 @@ impl<D: Device> Rank<D> {
         let of_replicas = one_stream.then(|| comm_stream.clone());
         let mut mesh = Mesh::new(&device, Arc::clone(&comm), &layouts, settings, of_replicas)?;
         let pool = Pool::new(device, usize::MAX);
-        if let Some(codec) = &settings.gather_codec {
-            let kernels = Arc::clone(&kernels);
-            mesh.gather = mesh
-                .gather
-                .with_codec(Arc::clone(codec), kernels, pool.clone());
-        }
+        let quant_sums = match settings.encodes_blocks() {
+            true => {
+                let of_replicas = mesh.replicas.iter().map(|replicas| replicas.stream.clone());
+                let streams = std::iter::once(comm_stream.clone()).chain(of_replicas);
+                let streams = streams.collect();
+                let sums = QuantSums::new(&pool, &host.pinned, streams, comm.world_size())?;
+                Some(sums)
+            }
+            false => None,
+        };
+        mesh.encode(settings, &kernels, &pool, quant_sums.as_ref())?;
         let layout = Arc::new(layouts.params(0).0.clone());
         let groups = settings.resolve_groups(&layout)?;
+        let is_sharded = settings.stage.shards_params();
+        let shards = layouts.params(mesh.data.rank() as u64);
+        let held = |unit: usize| match is_sharded {
+            true => of(shards, unit),
+            false => 0..layout.units()[unit].padded_elems,
+        };
+        let comm_of_shards = is_sharded.then(|| Arc::clone(mesh.gather.comm()));
+        let streams = vec![compute.clone(), comm_stream.clone()];
+        let memory = (&pool, &kernels);
+        let frozen = FrozenUnits::new(
+            settings,
+            &groups,
+            &layout,
+            held,
+            comm_of_shards,
+            memory,
+            streams,
+        )?;
         Ok(Self {
+            frozen: frozen.map(Arc::new),
             comm,
             mesh,
             kernels,
@@ -192,12 +216,13 @@ impl<D: Device> Rank<D> {
             passes,
             groups,
             settings: settings.clone(),
+            quant_sums,
         })
     }
 
-    /// Elements of `unit` that belong to parameters.
-    pub(crate) fn numel(&self, unit: usize) -> usize {
-        self.layout.units()[unit].numel_elems as usize
+    /// Elements of `unit` without the padding behind its last parameter.
+    pub(crate) fn used_elems(&self, unit: usize) -> usize {
+        self.layout.units()[unit].used_elems() as usize
     }
 
     /// The number of units.
@@ -208,6 +233,11 @@ impl<D: Device> Rank<D> {
     /// Whether the device is the host.
     pub(crate) fn is_host(&self) -> bool {
         self.pool.device().kind() == DeviceKind::Host
+    }
+
+    /// Whether `unit` is frozen and in blocks: it has no other memory.
+    pub(crate) fn is_in_blocks(&self, unit: usize) -> bool {
+        self.frozen.as_ref().is_some_and(|frozen| frozen.has(unit))
     }
 
     /// Whether a tensor of `unit` is trained.

@@ -9,7 +9,7 @@
 use serde::Serialize;
 use zero_alloc::device::DType;
 use zero_comm::{PlannedStep, plan_step};
-use zero_shard::{Layout, Tier};
+use zero_shard::{GridLayout, Layout, Tier};
 
 use crate::error::TrainError;
 use crate::model::Pass;
@@ -33,7 +33,7 @@ pub struct RankBytes {
     pub buckets: u64,
     /// Units that stage 3 gathers.
     pub gathered: u64,
-    /// Flat fp32 gradients of units in backward, and fp32 copies of 16-bit parameters and moments.
+    /// Flat fp32 gradients of units in backward, and fp32 copies of 16-bit parameters.
     pub workspace: u64,
     /// Buffers of transfers to and from NVMe.
     pub transfers: u64,
@@ -79,6 +79,7 @@ impl RankBytes {
         };
 
         let layouts = settings.mesh.layouts(layout).ok()?;
+        let encoded = encoded_bytes(settings, &layouts);
         let state = groups.grid_bytes(&layouts, settings.stage, &widths)?;
         let in_memory = |tier: Tier, bytes: u64| if tier == Tier::Nvme { 0 } else { bytes };
         let params = in_memory(settings.offload.params.tier(), state.params_bytes);
@@ -90,11 +91,14 @@ impl RankBytes {
         Some(Self {
             state: params
                 .checked_add(in_memory(settings.offload.params.tier(), state.grads_bytes))?
-                .checked_add(optimizer)?,
+                .checked_add(optimizer)?
+                .checked_add(settings.feedback_bytes(&layouts))?,
             activations,
-            buckets: buckets.checked_mul(widths.comm_grad_bytes)?,
+            buckets: buckets
+                .checked_mul(widths.comm_grad_bytes)?
+                .checked_add(encoded)?,
             gathered: gathered.checked_mul(widths.param_bytes)?,
-            workspace: workspace.checked_add(decoded_moments(settings, layout)?)?,
+            workspace,
             transfers: transfers(settings, layout)?,
             staging: staging(settings, layout, saves)?,
         })
@@ -141,7 +145,6 @@ impl RankBytes {
         Some(Self {
             state: parts.into_iter().try_fold(0, u64::checked_add)?,
             activations: if offload.activations { checkpoints } else { 0 },
-            workspace: decoded_moments(settings, layout)?,
             transfers: transfers(settings, layout)?,
             staging: staging(settings, layout, saves)?,
             ..Self::default()
@@ -204,22 +207,12 @@ pub fn piece_elems(settings: &Settings, layout: &Layout) -> u64 {
         .unwrap_or(elems)
 }
 
-/// Bytes of the moments of a sub-group in fp32, if they are kept in another format. `None`: more
-/// than 64 bits can count.
-pub fn decoded_moments(settings: &Settings, layout: &Layout) -> Option<u64> {
-    let of_elem = match settings.offload.updates_on_host() {
-        true => settings.optimizer_state().decoded_bytes(1),
-        false => 0,
-    };
-    piece_elems(settings, layout).checked_mul(of_elem as u64)
-}
-
 /// Buffers of sub-groups of optimizer state and of shards of units, if those are on NVMe.
 fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
     let widths = settings.widths();
     let offload = &settings.offload;
     let on_nvme = |tier: Tier, count: u64| if tier == Tier::Nvme { count } else { 0 };
-    let pieces = piece_elems(settings, layout).checked_mul(widths.optimizer_bytes)?;
+    let pieces = widths.optimizer.bytes(piece_elems(settings, layout))?;
     let pieces = pieces.checked_mul(on_nvme(offload.optimizer.tier(), offload.buffers as u64))?;
     let layouts = settings.mesh.layouts(layout).ok()?;
     let largest = |layout: &Layout| {
@@ -242,6 +235,14 @@ fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
     pieces.checked_add(shards)?.checked_add(grads)
 }
 
+/// Memory of encoded parameters and gradients.
+pub fn encoded_bytes(settings: &Settings, layouts: &GridLayout) -> u64 {
+    let units = layouts.parts().units().iter();
+    let largest = units.map(|unit| unit.padded_elems).max().unwrap_or(0);
+    let bucket = (settings.bucket_capacity_elems as u64).min(largest);
+    settings.encoded_bytes(layouts, bucket, largest)
+}
+
 /// The copy for a checkpoint. State on NVMe is saved without one.
 fn staging(settings: &Settings, layout: &Layout, saves: bool) -> Option<u64> {
     let saved = if saves && !settings.offload.uses_nvme() {
@@ -250,7 +251,15 @@ fn staging(settings: &Settings, layout: &Layout, saves: bool) -> Option<u64> {
         0
     };
     let kinds = settings.optimizer_state().kinds().count();
-    saved.checked_mul((kinds * size_of::<f32>()) as u64)
+    let layouts = settings.mesh.layouts(layout).ok()?;
+    // Errors of all ranks, and a copy of them before they are staged.
+    let errors = match saves {
+        true => settings.feedback_bytes(&layouts).checked_mul(2)?,
+        false => 0,
+    };
+    saved
+        .checked_mul((kinds * size_of::<f32>()) as u64)?
+        .checked_add(errors)
 }
 
 /// The gathers of a step of stage 3: the most elements at once, and all of them.

@@ -21,6 +21,7 @@ use crate::samples;
 use crate::saving::replicas;
 use crate::saving::saver::Saver;
 use crate::saving::state::{self, TrainerState};
+use crate::stages::grad_errors::SavedErrors;
 use crate::stages::optimizer::STEPS_AHEAD;
 use crate::stages::stage::{MicroBatches, Stage};
 use crate::stages::stage3::Stage3;
@@ -30,7 +31,7 @@ use crate::step::flags::{self, Enqueued, Flags};
 use crate::step::inputs::StepInputs;
 use crate::step::recorder::{GraphPart, Recorder};
 use crate::telemetry::metrics::Best;
-use crate::telemetry::metrics::StepMetrics;
+use crate::telemetry::metrics::{QuantFigures, StepMetrics};
 use crate::telemetry::observer::{Moved, Observed, Observer, tokens_per_step};
 use crate::telemetry::phase::Phase;
 use crate::telemetry::phased::{Phased, run_in};
@@ -149,7 +150,7 @@ impl<D: Device> StepContext<'_, D> {
         stage.gradients(rank, model, &mut MicroBatches { recorder, load })?;
 
         rank.timeline.set_phase(Phase::Decision.name());
-        let enqueued = flags.enqueue(&options.cancel, ready())?;
+        let mut enqueued = flags.enqueue(&options.cancel, ready())?;
         if on_host {
             // The host decides, so it waits for the flags here.
             flags.watch(&options.cancel, &enqueued)?;
@@ -162,6 +163,8 @@ impl<D: Device> StepContext<'_, D> {
         let optimizer = stage.optimizer();
         recorder.run(GraphPart::Decision, || optimizer.decide(rank, inputs))?;
         optimizer.expect_outcome(rank)?;
+        let quantised = rank.quant_sums.as_ref().map(|sums| sums.exchange(rank));
+        enqueued.quantised = quantised.transpose()?;
 
         rank.timeline.set_phase(Phase::Optimizer.name());
         recorder.run(GraphPart::Update, || stage.update(rank))?;
@@ -256,6 +259,8 @@ struct Decided {
     outcome: StepOutcome,
     /// Host memory of a checkpoint while the step ran.
     staging_bytes: u64,
+    /// The error of quantised values and its bound.
+    quantised: Option<[QuantFigures; 2]>,
 }
 
 impl<'a, D: Device> Run<'a, D> {
@@ -332,12 +337,15 @@ impl<'a, D: Device> Run<'a, D> {
         let Decided {
             outcome,
             staging_bytes,
+            quantised,
         } = self.step(done)?;
 
         let moved = self.moved();
         let Observed { mut metrics, spans } =
             self.observer.end(began, &outcome, moved, staging_bytes);
         self.summary.last_spans = spans;
+        metrics.quant_error = quantised.map(|[error, _]| error);
+        metrics.quant_bound = quantised.map(|[_, bound]| bound);
 
         self.summary.cancelled = flags::stop(outcome.flags()) && metrics.step < options.steps;
         // An interrupted run saves at once.
@@ -394,6 +402,14 @@ impl<'a, D: Device> Run<'a, D> {
         if let Some(failure) = rank.mesh.failure() {
             return Err(failure.into());
         }
+        let quantised = match (&rank.quant_sums, &enqueued.quantised) {
+            (Some(sums), Some(exchanged)) => Some(sums.read(rank, exchanged)?),
+            _ => None,
+        };
+        let next_scale = stage.optimizer().progress().loss_scaler.scale;
+        if let Some(errors) = stage.grad_errors() {
+            errors.end_step(rank, done + 1, &outcome, next_scale)?;
+        }
         if let (true, Some(saver)) = (flags::ready(outcome.flags()), &mut self.saver) {
             run_in(rank, Phase::Checkpoint, || saver.advance(rank))?;
         }
@@ -401,6 +417,7 @@ impl<'a, D: Device> Run<'a, D> {
         Ok(Decided {
             outcome,
             staging_bytes,
+            quantised,
         })
     }
 
@@ -497,6 +514,7 @@ impl<'a, D: Device> Run<'a, D> {
             data_fingerprint: Some(workload.data_fingerprint()),
             tokens_seen: Some(completed.tokens),
             best: self.evaluations.best,
+            grad_errors: SavedErrors::of(rank),
         };
 
         state::save(

@@ -1,17 +1,23 @@
 //! The settings of a run that its ranks share.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use zero_alloc::device::DType;
-use zero_comm::{PrefetchOptions, WireCodec};
+use zero_comm::PrefetchOptions;
+use zero_kernels::Codec;
 use zero_optim::{OptimizerConfig, StateArrays};
-use zero_shard::{AxisTraffic, GridLayout, Layout, ShardError, Widths, ZeroStage};
+use zero_shard::{
+    AxisTraffic, BlockFormat, GridLayout, Layout, LayoutOptions, ShardError, Sharding, Widths,
+    WireFormat, ZeroStage,
+};
 
 use crate::error::TrainError;
 use crate::mesh_settings::MeshSettings;
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
+use crate::quantised::{QuantisedGrads, wire_of};
+use crate::stages::frozen::in_blocks;
+use crate::units::SHARD_ALIGN_ELEMS;
 
 /// Settings that are equal on all ranks.
 #[derive(Clone, Debug)]
@@ -38,8 +44,14 @@ pub struct Settings {
     /// How stage 3 gathers units.
     pub prefetch: PrefetchOptions,
     /// The format in which gathered parameters travel; `None`: as they are. Stages 1 and 2 then
-    /// keep this rank's shard apart from the gathered parameters.
-    pub gather_codec: Option<Arc<dyn WireCodec>>,
+    /// keep this rank's shard apart from the gathered parameters. Not at stage 0, which gathers
+    /// none.
+    pub gather_codec: Option<Codec>,
+    /// The formats in which gradients travel; `None`: in `dtype`.
+    pub quantised_grads: Option<QuantisedGrads>,
+    /// The format of frozen units with linear layers: in memory and where they are gathered; `None`:
+    /// in `dtype`.
+    pub quantised_frozen: Option<BlockFormat>,
     /// The optimizer.
     pub optimizer: OptimizerConfig,
     /// Rules of tensors that differ from the optimizer's.
@@ -69,6 +81,8 @@ impl Settings {
             overlap: true,
             prefetch: PrefetchOptions::default(),
             gather_codec: None,
+            quantised_grads: None,
+            quantised_frozen: None,
             optimizer: OptimizerConfig::default(),
             groups: GroupSettings::default(),
             kind_of,
@@ -83,7 +97,11 @@ impl Settings {
     /// # Errors
     /// As [`GroupSettings::resolve`].
     pub fn resolve_groups(&self, layout: &Layout) -> Result<ModelGroups, TrainError> {
-        self.groups.resolve(layout, self.kind_of)
+        let mut groups = self.groups.resolve(layout, self.kind_of)?;
+        let small = self.small_optimizer_state().wire();
+        groups.small = (small != self.optimizer_state().wire()).then_some(small);
+        groups.in_blocks = in_blocks(self, &groups, layout);
+        Ok(groups)
     }
 
     /// The timeout of the host's waits for a stream: longer than a collective's, whose error names
@@ -154,18 +172,150 @@ impl Settings {
 
     /// Bytes per element, for the memory formulas.
     pub fn widths(&self) -> Widths {
-        let state = self.optimizer_state().bytes(1);
         let param = self.dtype.size_bytes();
-        let widths = Widths::new(param as u64, state as u64, self.grad_accum_steps as u64);
-        let codec = self.gather_codec.as_ref();
+        let widths = Widths::new(param as u64, 0, self.grad_accum_steps as u64);
         Widths {
-            gathered: codec.map_or(widths.gathered, |codec| codec.format()),
+            gathered: self.gather_codec.map_or(widths.gathered, wire_of),
+            reduced: self.quantised_grads.map(|grads| grads.wire()),
+            optimizer: self.optimizer_state().wire(),
             ..widths
         }
     }
 
-    /// The arrays of the optimizer's state.
+    /// The options of the layout of units.
+    pub fn layout_options(&self) -> LayoutOptions {
+        self.aligned(LayoutOptions::default().shard_align_elems(SHARD_ALIGN_ELEMS))
+    }
+
+    /// `options` with the alignment that state and communication in blocks need.
+    pub fn aligned(&self, options: LayoutOptions) -> LayoutOptions {
+        let options = self.offload.format.moments.layout_options(options);
+        match self.encodes_blocks() || self.quantised_frozen.is_some() {
+            false => options,
+            true => options.in_blocks(),
+        }
+    }
+
+    /// Whether anything travels in blocks.
+    pub(crate) fn encodes_blocks(&self) -> bool {
+        matches!(self.gather_codec, Some(Codec::Blocks(_))) || self.quantised_grads.is_some()
+    }
+
+    /// Checks the formats of communication.
+    ///
+    /// # Errors
+    /// A format that the stage, the groups, tensor parallelism or graphs do not allow.
+    pub fn check_formats(&self) -> Result<(), TrainError> {
+        self.check_frozen()?;
+        let is_whole = !self.stage.shards_optimizer();
+        let grads = self.quantised_grads;
+        let refusal = match () {
+            () if self.gather_codec.is_none() && grads.is_none() => return Ok(()),
+            () if is_whole && grads.is_some() => {
+                "quantised gradients at stage 0, which all-reduces them and keeps whole sums: use stage 1, 2 or 3"
+            }
+            () if is_whole => {
+                "quantised parameters at stage 0, which gathers none: use stage 1, 2 or 3"
+            }
+            // A block across the end of what is cut would round what all ranks have differently on each.
+            () if self.encodes_blocks()
+                && self.mesh.tensor_ranks.is_some_and(|ranks| ranks > 1) =>
+            {
+                "values in blocks with tensor parallelism: blocks are ranges of whole parameters, and tensor parallelism \
+                 cuts them; use one of the two"
+            }
+            () if self.graphs && self.gather_codec.is_some() => {
+                "gathers with a codec cannot be recorded into CUDA graphs, because encoded units are in memory that is \
+                 allocated and freed during the step: set Settings::graphs to false"
+            }
+            () if self.graphs => {
+                "quantised gradients cannot be recorded into CUDA graphs, because what is encoded is in memory that is \
+                 allocated and freed during the step: set Settings::graphs to false"
+            }
+            () if grads.is_some_and(|grads| grads.feedback.is_some())
+                && matches!(self.mesh.sharding, Sharding::Hybrid | Sharding::Replicated)
+                && self.mesh.shard_group.is_some() =>
+            {
+                "error feedback in groups of ranks that sum their gradients first: use hpZ, or no groups, or no error \
+                 feedback"
+            }
+            () => return Ok(()),
+        };
+        Err(TrainError::Usage(refusal.to_owned()))
+    }
+
+    /// Bytes of error feedback on a rank, whose layouts are `layouts`.
+    pub fn feedback_bytes(&self, layouts: &GridLayout) -> u64 {
+        let has_feedback = self.quantised_grads.is_some_and(|of| of.feedback.is_some());
+        let ranks = layouts.grads(0).0.world_size();
+        if !has_feedback || ranks == 1 {
+            return 0;
+        }
+        let (groups, group) = (layouts.grid().groups(), layouts.grid().group_size());
+        let second = if groups > 1 && group > 1 { groups } else { 0 };
+        let shards = ranks.saturating_add(second);
+        let shard = layouts.grads(0).0.shard_elems();
+        shards.saturating_mul(shard).saturating_mul(4)
+    }
+
+    /// Bytes that reductions and gathers of encoded values allocate at once, for a bucket of
+    /// `bucket_elems` elements and a largest unit of `unit_elems`.
+    pub fn encoded_bytes(&self, layouts: &GridLayout, bucket_elems: u64, unit_elems: u64) -> u64 {
+        let wire = |format: WireFormat, elems: u64| format.bytes(elems).unwrap_or(u64::MAX);
+        let gathered = match self.gather_codec {
+            Some(codec) => wire(wire_of(codec), unit_elems),
+            None => 0,
+        };
+        let reduced = match self.quantised_grads {
+            Some(grads) if layouts.grads(0).0.world_size() > 1 => {
+                let [first, second] = grads.wire();
+                let of_first = wire(first, bucket_elems).saturating_mul(2);
+                let passed_on = bucket_elems / layouts.grid().group_size();
+                let of_second = match layouts.grid().groups() {
+                    1 => 0,
+                    _ => wire(second, passed_on)
+                        .saturating_mul(2)
+                        .saturating_add(passed_on.saturating_mul(4)),
+                };
+                of_first
+                    .max(of_second)
+                    .saturating_add(passed_on.saturating_mul(4))
+            }
+            _ => 0,
+        };
+        gathered.max(reduced)
+    }
+
+    /// Checks that frozen units can be in blocks.
+    fn check_frozen(&self) -> Result<(), TrainError> {
+        let why = match self.quantised_frozen {
+            None => return Ok(()),
+            Some(_) if self.mesh.tensor_ranks.is_some_and(|ranks| ranks > 1) => {
+                "tensor parallelism cuts parameters, and their blocks with them"
+            }
+            Some(_) if self.offload.params != Home::Device => {
+                "offloaded parameters are not in blocks"
+            }
+            Some(_) if self.graphs => {
+                "they are decoded to memory that is allocated and freed during the step, which CUDA graphs cannot record"
+            }
+            Some(_) => return Ok(()),
+        };
+        Err(TrainError::Usage(format!(
+            "frozen units in blocks: {why}; use one of the two"
+        )))
+    }
+
+    /// The arrays of the optimizer's state, of parameters that are not small.
     pub fn optimizer_state(&self) -> StateArrays {
         self.optimizer.arrays(self.dtype, self.offload.format)
+    }
+
+    /// The arrays of the optimizer's state, of small parameters
+    /// ([`BlockFormat::holds`](zero_shard::BlockFormat::holds)).
+    pub fn small_optimizer_state(&self) -> StateArrays {
+        let format = self.offload.format;
+        let small = format.moments(format.moments.without_blocks());
+        self.optimizer.arrays(self.dtype, small)
     }
 }

@@ -97,7 +97,7 @@ impl RunUnits {
         units: &[UnitSpec],
         ranks: u64,
     ) -> Result<Self, TrainError> {
-        let parts = Layout::new(units, ranks, SHARD_ALIGN_ELEMS)?;
+        let parts = Layout::with_options(units, ranks, settings.layout_options())?;
         Ok(Self {
             layouts: Arc::new(settings.mesh.layouts(&parts)?),
             saved: Arc::new(parts),

@@ -407,10 +407,7 @@ fn slow_save_rank() {
     let layout = Layout::new(&units, ranks, 1).unwrap();
     let options = StoreOptions::default().stall_limit(Duration::from_secs(60));
     let store = Store::create_on_ranks(dir, rank, options, exchange, |_| Ok(())).unwrap();
-    let states = vec![StateSpec {
-        name: "master".into(),
-        dtype: StateDtype::F32,
-    }];
+    let states = vec![StateSpec::new("master", StateDtype::F32)];
 
     let stage = || {
         store.stage_streamed(1, &layout, states, |slice| {

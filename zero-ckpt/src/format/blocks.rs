@@ -13,11 +13,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use zero_shard::Layout;
 
+use crate::format::encoding::{check_cuts, spans};
 use crate::format::header::{Header, TensorEntry};
 use crate::format::runs::runs;
 use crate::io::page_buffer::PAGE_BYTES;
-use crate::{CkptError, StateDtype};
+use crate::{CkptError, StateEncoding};
 
 /// Bytes of state that one checksum covers, counted from the start of the state.
 pub(crate) const BLOCK_BYTES: u64 = 256 * 1024;
@@ -30,8 +32,19 @@ const BLOCK_TABLE: &str = "zero.block_crc64";
 pub struct StateSpec {
     /// `master`, `first_moment`, `second_moment`, or any other name.
     pub name: String,
-    /// Element type in the files.
-    pub dtype: StateDtype,
+    /// How it is stored.
+    #[serde(rename = "dtype")]
+    pub encoding: StateEncoding,
+}
+
+impl StateSpec {
+    /// A state that is stored in this way, such as in a [`StateDtype`](crate::StateDtype).
+    pub fn new(name: impl Into<String>, encoding: impl Into<StateEncoding>) -> Self {
+        Self {
+            name: name.into(),
+            encoding: encoding.into(),
+        }
+    }
 }
 
 /// A range of elements of one unit, counted without padding: `(unit, start, end)`.
@@ -49,46 +62,46 @@ impl UnitRange {
 #[derive(Clone, Debug)]
 pub(crate) struct FileLayout {
     pub(crate) pieces: Vec<UnitRange>,
-    /// The start of each state in the state bytes, then the end of the last.
-    state_starts: Vec<u64>,
-    /// The number of elements of the file before each piece, then the number of all.
-    piece_starts: Vec<u64>,
-    dtypes: Vec<StateDtype>,
+    /// By state and piece: the end of the tensor in the state bytes.
+    ends: Vec<u64>,
 }
 
 impl FileLayout {
-    /// Lays out `pieces` for `states`; `None` if a size exceeds 64 bits.
-    pub(crate) fn new(states: &[StateSpec], pieces: Vec<UnitRange>) -> Option<Self> {
-        let mut piece_starts = vec![0u64];
+    /// Lays out `pieces`, each within a unit of `layout`, for `states`.
+    ///
+    /// # Errors
+    /// A piece ends within a block, or a size exceeds 64 bits.
+    pub(crate) fn new(
+        states: &[StateSpec],
+        layout: &Layout,
+        pieces: Vec<UnitRange>,
+    ) -> Result<Self, String> {
+        let unit_of = |piece: &UnitRange| &layout.units()[piece.0 as usize];
         for piece in &pieces {
-            let end = piece_starts
-                .last()?
-                .checked_add(piece.2.checked_sub(piece.1)?)?;
-            piece_starts.push(end);
+            check_cuts(states, unit_of(piece), *piece)?;
         }
 
-        let elems = *piece_starts.last()?;
-        let mut state_starts = vec![0u64];
+        let mut end = 0u64;
+        let mut ends = Vec::with_capacity(states.len() * pieces.len());
         for state in states {
-            let end = state_starts
-                .last()?
-                .checked_add(elems.checked_mul(state.dtype.bytes())?)?;
-            state_starts.push(end);
+            for piece in &pieces {
+                for span in spans(state.encoding, unit_of(piece), piece.1..piece.2) {
+                    end = end.saturating_add(span.bytes());
+                }
+                ends.push(end);
+            }
         }
 
         // Leave room in 64 bits for header and table.
-        state_starts.last()?.checked_add(1 << 40)?;
-        Some(Self {
-            pieces,
-            state_starts,
-            piece_starts,
-            dtypes: states.iter().map(|s| s.dtype).collect(),
-        })
+        match end.checked_add(1 << 40) {
+            Some(_) => Ok(Self { pieces, ends }),
+            None => Err("sizes exceed 64 bits".to_owned()),
+        }
     }
 
     /// Bytes of all states in the file.
     pub(crate) fn state_bytes(&self) -> u64 {
-        self.state_starts.last().copied().unwrap_or(0)
+        self.ends.last().copied().unwrap_or(0)
     }
 
     /// Number of blocks of the state bytes.
@@ -103,9 +116,9 @@ impl FileLayout {
 
     /// The byte range of piece `piece` of state `state`, from the start of the state bytes.
     pub(crate) fn tensor_range(&self, state: usize, piece: usize) -> Range<u64> {
-        let base = self.state_starts[state];
-        let width = self.dtypes[state].bytes();
-        base + self.piece_starts[piece] * width..base + self.piece_starts[piece + 1] * width
+        let tensor = state * self.pieces.len() + piece;
+        let start = tensor.checked_sub(1).map_or(0, |before| self.ends[before]);
+        start..self.ends[tensor]
     }
 
     /// Builds the header of the file; `unit_name` returns the name of a unit.
@@ -126,10 +139,11 @@ impl FileLayout {
         for (s, state) in states.iter().enumerate() {
             for (p, piece) in self.pieces.iter().enumerate() {
                 let Range { start, end } = self.tensor_range(s, p);
+                let (dtype, extent) = state.encoding.tensor(piece.elems(), end - start);
                 tensors.push(TensorEntry {
                     name: tensor_name(&state.name, unit_name(piece.0), piece),
-                    dtype: state.dtype.name().into(),
-                    shape: vec![piece.elems()],
+                    dtype: dtype.into(),
+                    shape: vec![extent],
                     range: table + start..table + end,
                 });
             }
@@ -188,9 +202,9 @@ pub(crate) fn checksum(bytes: &[u8]) -> u64 {
 }
 
 /// Sort key of states in a file: wider elements first, so that every tensor is aligned to its
-/// element.
+/// element. Blocks count as fp32.
 pub(crate) fn file_order(state: &StateSpec) -> std::cmp::Reverse<u64> {
-    std::cmp::Reverse(state.dtype.bytes())
+    std::cmp::Reverse(state.encoding.align_bytes())
 }
 
 /// The pieces of `rank`: its shard of every unit without the padding.
@@ -225,27 +239,34 @@ pub(crate) fn shard_pieces(
 
 #[cfg(test)]
 mod tests {
+    use zero_shard::{BlockFormat, ParamSpec, UnitSpec};
+
     use super::*;
+    use crate::StateDtype;
 
     #[test]
     fn checksum_is_crc64_nvme() {
         assert_eq!(checksum(b"123456789"), 0xae8b_1486_0a79_9888);
     }
 
+    fn layout(elems: &[u64]) -> Layout {
+        let unit = |(u, elems): (usize, &u64)| {
+            UnitSpec::new(format!("u{u}"), [ParamSpec::new(format!("p{u}"), [*elems])])
+        };
+        let units: Vec<_> = elems.iter().enumerate().map(unit).collect();
+        Layout::new(&units, 1, 1).unwrap()
+    }
+
     #[test]
     fn tensors_are_contiguous_and_wider_first() {
-        let state = |name: &str, dtype| StateSpec {
-            name: name.into(),
-            dtype,
-        };
         let mut states = vec![
-            state("half", StateDtype::BF16),
-            state("whole", StateDtype::F32),
+            StateSpec::new("half", StateDtype::BF16),
+            StateSpec::new("whole", StateDtype::F32),
         ];
         states.sort_by_key(file_order);
         assert_eq!(states[0].name, "whole");
-        let layout =
-            FileLayout::new(&states, vec![UnitRange(0, 5, 8), UnitRange(2, 0, 1)]).unwrap();
+        let pieces = vec![UnitRange(0, 5, 8), UnitRange(2, 0, 1)];
+        let layout = FileLayout::new(&states, &layout(&[8, 3, 2]), pieces).unwrap();
         let ranges = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(s, p)| layout.tensor_range(s, p));
         assert_eq!(ranges, [0..12, 12..16, 16..22, 22..24]);
         assert_eq!(
@@ -259,16 +280,47 @@ mod tests {
 
     #[test]
     fn sizes_beyond_64_bits_are_rejected() {
-        let states = vec![StateSpec {
-            name: "s".into(),
-            dtype: StateDtype::F32,
-        }];
-        for pieces in [
-            vec![UnitRange(0, 0, u64::MAX)],
-            vec![UnitRange(0, 0, 1 << 63); 2],
-            vec![UnitRange(0, 2, 1)],
+        let blocks = |format| StateEncoding::Blocks {
+            format,
+            plain_below: 0,
+            multiple_of: 1,
+        };
+        for encoding in [
+            StateDtype::F32.into(),
+            StateDtype::BF16.into(),
+            blocks(BlockFormat::Int8),
         ] {
-            assert!(FileLayout::new(&states, pieces).is_none());
+            let states = [StateSpec::new("s", encoding)];
+            let layout = layout(&[u64::MAX - 255]);
+            let pieces = vec![UnitRange(0, 0, u64::MAX - 255)];
+            let error = FileLayout::new(&states, &layout, pieces).unwrap_err();
+            assert_eq!(error, "sizes exceed 64 bits");
+        }
+    }
+
+    #[test]
+    fn pieces_within_a_block_are_rejected() {
+        let encoding = StateEncoding::Blocks {
+            format: BlockFormat::Dynamic8,
+            plain_below: 300,
+            multiple_of: 1,
+        };
+        let states = [
+            StateSpec::new("master", StateDtype::F32),
+            StateSpec::new("moment", encoding),
+        ];
+        let layout = layout(&[600, 299]);
+        let file = |piece| FileLayout::new(&states, &layout, vec![piece]);
+        // Blocks of 260 bytes, also the last one; a small parameter in fp32.
+        let bytes = |piece| file(piece).unwrap().state_bytes();
+        assert_eq!(bytes(UnitRange(0, 0, 600)), 2400 + 3 * 260);
+        assert_eq!(bytes(UnitRange(0, 256, 600)), 4 * 344 + 2 * 260);
+        assert_eq!(bytes(UnitRange(1, 7, 9)), 2 * 8);
+        for (piece, elem) in [(UnitRange(0, 1, 600), 1), (UnitRange(0, 0, 599), 599)] {
+            let error = file(piece).unwrap_err();
+            let expected = format!("at element {elem} of parameter \"p0\", within a block of 256");
+            assert!(error.contains(&expected), "{error}");
+            assert!(error.contains("shard_align_elems"), "{error}");
         }
     }
 }

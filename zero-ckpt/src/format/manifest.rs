@@ -6,9 +6,9 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::value::RawValue;
-use zero_shard::Layout;
+use zero_shard::{Layout, LayoutOptions, ShardError, UnitSpec};
 
-use crate::format::blocks::{FileLayout, checksum};
+use crate::format::blocks::{FileLayout, checksum, file_order};
 use crate::format::coverage::Coverage;
 use crate::format::header::MAX_HEADER_BYTES;
 use crate::io::dir::{Dir, is_plain};
@@ -66,6 +66,47 @@ pub struct LayoutRecord {
     pub world_size: u64,
     /// Shards were multiples of this many elements.
     pub align_elems: u64,
+    /// Parameters started at multiples of this many elements.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub param_align_elems: u64,
+    /// Of neighbours with fewer elements only the first was aligned.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub packed_below_elems: u64,
+}
+
+fn one() -> u64 {
+    1
+}
+
+fn is_one(number: &u64) -> bool {
+    *number == 1
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+impl From<&Layout> for LayoutRecord {
+    fn from(layout: &Layout) -> Self {
+        let options = layout.options();
+        Self {
+            world_size: layout.world_size(),
+            align_elems: options.shard_align_elems,
+            param_align_elems: options.param_align_elems,
+            packed_below_elems: options.packed_below_elems,
+        }
+    }
+}
+
+impl LayoutRecord {
+    /// The layout of `units`, without ties.
+    pub(crate) fn layout(&self, units: &[UnitSpec]) -> Result<Layout, ShardError> {
+        let options = LayoutOptions::default()
+            .shard_align_elems(self.align_elems)
+            .param_align_elems(self.param_align_elems)
+            .packed_below_elems(self.packed_below_elems);
+        Layout::with_options(units, self.world_size, options)
+    }
 }
 
 /// One shard file.
@@ -219,11 +260,6 @@ impl Manifest {
         Self::decode_checked(&bytes, &dir.path().join(MANIFEST_NAME))
     }
 
-    /// The layout of `file`; `None` if a size exceeds 64 bits.
-    pub(crate) fn file_layout(&self, file: &FileRecord) -> Option<FileLayout> {
-        FileLayout::new(&self.states, file.pieces.clone())
-    }
-
     /// Checks the rules that the types do not express.
     pub(crate) fn check(&self, path: &Path) -> Result<Layout, CkptError> {
         let bad = |why: String| CkptError::BadManifest {
@@ -231,26 +267,23 @@ impl Manifest {
             why,
         };
 
-        let layout = Layout::new(
-            &self.model.units,
-            self.layout.world_size,
-            self.layout.align_elems,
-        )
-        .map_err(|e| bad(format!("layout: {e}")))?;
+        let layout = self
+            .layout
+            .layout(&self.model.units)
+            .map_err(|e| bad(format!("layout: {e}")))?;
 
         if self.stage > 3 {
             return Err(bad(format!("stage {}; stages are 0 to 3", self.stage)));
         }
         self.check_states().map_err(bad)?;
+        let pieces = self.files.iter().map(|file| file.pieces.as_slice());
+        Coverage::new(&layout, pieces, path)?;
         let mut names = HashSet::new();
-        self.check_files(&mut names).map_err(bad)?;
+        self.check_files(&layout, &mut names).map_err(bad)?;
         self.check_documents(&mut names).map_err(bad)?;
         if let Some(run) = self.run.as_deref().filter(|run| !is_plain(run)) {
             return Err(bad(format!("run {:?} is not a plain name", short(run))));
         }
-        let pieces = self.files.iter().map(|file| file.pieces.as_slice());
-        Coverage::new(&layout, pieces, path)?;
-
         Ok(layout)
     }
 
@@ -265,23 +298,25 @@ impl Manifest {
         if self.states.is_empty() {
             return Err("it has no states".into());
         }
-        let widths = self.states.iter().map(|state| state.dtype.bytes());
-        if !widths.is_sorted_by(|wide, narrow| wide >= narrow) {
+        if !self.states.is_sorted_by_key(file_order) {
             return Err("states are not ordered from wider to narrower elements".into());
         }
         Ok(())
     }
 
-    /// Adds the files' names to `names`.
-    fn check_files<'a>(&'a self, names: &mut HashSet<&'a str>) -> Result<(), String> {
+    /// Adds the files' names to `names`. Every piece must be within its unit.
+    fn check_files<'a>(
+        &'a self,
+        model: &Layout,
+        names: &mut HashSet<&'a str>,
+    ) -> Result<(), String> {
         for file in &self.files {
             let name = short(&file.name);
             if !is_new_name(&file.name, names) {
                 return Err(format!("file name {name:?} is not plain or occurs twice"));
             }
-            let layout = self
-                .file_layout(file)
-                .ok_or_else(|| format!("file {name:?}: sizes exceed 64 bits"))?;
+            let layout = FileLayout::new(&self.states, model, file.pieces.clone())
+                .map_err(|why| format!("file {name:?}: {why}"))?;
             let front = file
                 .bytes
                 .checked_sub(layout.state_bytes())

@@ -3,6 +3,7 @@
 pub(crate) mod blocks;
 pub(crate) mod coverage;
 pub(crate) mod dtype;
+pub(crate) mod encoding;
 pub(crate) mod header;
 pub(crate) mod manifest;
 pub(crate) mod model;

@@ -230,6 +230,34 @@ impl TensorFolder {
         }
         Ok(())
     }
+
+    /// Reads elements `range` of tensor `name`, whose dtype is U8.
+    ///
+    /// # Errors
+    /// As [`Self::read`], but for the dtype.
+    pub fn read_bytes(
+        &self,
+        name: &str,
+        range: Range<u64>,
+        out: &mut [u8],
+    ) -> Result<(), CkptError> {
+        let (file, tensor) = self
+            .tensors
+            .get(name)
+            .ok_or_else(|| CkptError::argument("tensor", "one of the folder", name))?;
+        if tensor.dtype != "U8" {
+            let what = format!("dtype of {name:?}");
+            return Err(CkptError::argument(what, "U8", &tensor.dtype));
+        }
+        check_range(name, tensor.elems(), &range, out.len())?;
+        let TensorFile {
+            path,
+            file,
+            data_start,
+        } = &self.files[*file];
+        let read = file.read_exact_at(out, data_start + tensor.range.start + range.start);
+        read.map_err(CkptError::io("read", path))
+    }
 }
 
 /// The dtypes that [`TensorFolder::read`] converts.

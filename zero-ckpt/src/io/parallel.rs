@@ -4,6 +4,7 @@
 //! duration of a call; no other buffer is allocated, for any size of the state. A page-aligned
 //! source is written without a copy.
 
+use std::convert::Infallible;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -12,6 +13,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::format::blocks::{BLOCK_BYTES, checksum};
+use crate::format::encoding::Encoding;
 use crate::io::counts;
 use crate::io::dir::DIRECT;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};
@@ -48,27 +50,54 @@ pub(crate) trait ByteSource: Sync {
     fn fill(&self, start: u64, out: &mut [u8]) -> io::Result<()>;
 }
 
+/// A slice in memory.
+#[derive(Clone, Copy)]
+pub(crate) enum Slice<'a> {
+    /// The bytes of a file.
+    Bytes(&'a [u8]),
+    /// Elements from the start of a block on, to be encoded.
+    Values(Encoding, &'a [f32]),
+}
+
+impl Slice<'_> {
+    fn len(&self) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes.len() as u64,
+            Self::Values(encoding, values) => encoding.bytes(values.len() as u64),
+        }
+    }
+
+    /// Copies the bytes `start..start + out.len()` to `out`.
+    fn fill(&self, start: u64, out: &mut [u8]) {
+        match self {
+            Self::Bytes(bytes) => out.copy_from_slice(&bytes[start as usize..][..out.len()]),
+            Self::Values(encoding, values) => {
+                let encode = |elems: Range<u64>, bytes: &mut [u8]| {
+                    encoding.encode(&values[elems.start as usize..elems.end as usize], bytes);
+                    Ok::<_, Infallible>(())
+                };
+                let Ok(()) = encoding.fill_range(values.len() as u64, start, out, encode);
+            }
+        }
+    }
+}
+
 /// The concatenation of slices in memory.
 pub(crate) struct Slices<'a> {
-    parts: Vec<&'a [u8]>,
+    parts: Vec<Slice<'a>>,
     starts: Vec<u64>,
     len: u64,
 }
 
 impl<'a> Slices<'a> {
-    pub(crate) fn new(parts: Vec<&'a [u8]>) -> Self {
+    pub(crate) fn new(parts: Vec<Slice<'a>>) -> Self {
         let mut len = 0;
-        let mut start_of = |part: &&[u8]| {
-            len += part.len() as u64;
-            len - part.len() as u64
+        let mut start_of = |part: &Slice<'_>| {
+            len += part.len();
+            len - part.len()
         };
         let starts = parts.iter().map(&mut start_of).collect();
         Self { parts, starts, len }
-    }
-
-    /// The slices, in order.
-    pub(crate) fn parts(&self) -> &[&'a [u8]] {
-        &self.parts
     }
 }
 
@@ -82,8 +111,10 @@ impl ByteSource for Slices<'_> {
             .starts
             .partition_point(|s| *s <= range.start)
             .checked_sub(1)?;
-        self.parts[i]
-            .get((range.start - self.starts[i]) as usize..(range.end - self.starts[i]) as usize)
+        let Slice::Bytes(part) = self.parts[i] else {
+            return None;
+        };
+        part.get((range.start - self.starts[i]) as usize..(range.end - self.starts[i]) as usize)
     }
 
     fn fill(&self, start: u64, out: &mut [u8]) -> io::Result<()> {
@@ -93,9 +124,10 @@ impl ByteSource for Slices<'_> {
             .saturating_sub(1);
         let mut done = 0;
         while done < out.len() {
-            let part = &self.parts[i][(start + done as u64 - self.starts[i]) as usize..];
-            let n = part.len().min(out.len() - done);
-            out[done..done + n].copy_from_slice(&part[..n]);
+            let part = self.parts[i];
+            let skip = start + done as u64 - self.starts[i];
+            let n = (part.len() - skip).min((out.len() - done) as u64) as usize;
+            part.fill(skip, &mut out[done..done + n]);
             done += n;
             i += 1;
         }
@@ -258,15 +290,8 @@ mod tests {
     #[test]
     fn slices_read_as_their_concatenation() {
         let bytes: Vec<u8> = (0..20).collect();
-        let slices = Slices::new(vec![
-            &[],
-            &bytes[..7],
-            &[],
-            &[],
-            &bytes[7..8],
-            &bytes[8..],
-            &[],
-        ]);
+        let parts = [&[], &bytes[..7], &[], &[], &bytes[7..8], &bytes[8..], &[]];
+        let slices = Slices::new(parts.map(Slice::Bytes).to_vec());
 
         assert_eq!(slices.len(), 20);
         for start in 0..=20 {

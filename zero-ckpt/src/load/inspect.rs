@@ -30,7 +30,7 @@ impl Reader {
         let states: Vec<_> = manifest
             .states
             .iter()
-            .map(|s| format!("{} ({})", s.name, s.dtype.name()))
+            .map(|s| format!("{} ({})", s.name, s.encoding))
             .collect();
         let mut row = |name: &str, value: &dyn Display| writeln!(out, "{name:<14}{value}");
 

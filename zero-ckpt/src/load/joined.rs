@@ -7,6 +7,7 @@ use std::path::Path;
 use zero_shard::{Layout, ParamId, ShardError, TensorCut, UnitSpec, tensor_pieces};
 
 use crate::format::manifest::Manifest;
+use crate::format::runs::elems_of;
 use crate::format::tensor_parallel::{TENSOR_PARALLEL_JSON, TensorParallel};
 use crate::io::dir::Dir;
 use crate::load::document::read_document;
@@ -102,12 +103,12 @@ impl Joined {
         let param = &self.units[id.unit].params[id.param];
         let part_params = self.units[id.unit].params.len() + 1; // with its padding
         let position = self.positions[id.unit][id.param];
-        let placed = &stored.units()[id.unit].params;
+        let unit = &stored.units()[id.unit];
 
         let pieces = tensor_pieces(param, self.cut(id), self.document.ranks, range)?;
         Ok(pieces.map(move |piece| {
-            let of_rank = &placed[piece.rank as usize * part_params + position];
-            let start = of_rank.offset_elems;
+            let of_rank = &unit.params[piece.rank as usize * part_params + position];
+            let start = elems_of(unit, of_rank).start;
             start + piece.in_part.start..start + piece.in_part.end
         }))
     }

@@ -13,9 +13,11 @@ use std::ops::Range;
 use zero_shard::ParamId;
 
 use crate::format::blocks::BLOCK_BYTES;
+use crate::format::encoding::{Encoding, spans};
+use crate::format::runs::elems_of;
 use crate::format::tensor_folder::check_range;
 use crate::io::parallel::{chunks_to_read, in_parallel, threads_for};
-use crate::{CkptError, Reader, StateDtype};
+use crate::{CkptError, Reader, StateEncoding};
 
 /// Wanted pieces after which the reads listed so far are performed: bounds the memory of a list to
 /// about 10 MB, also if every element is a separate piece.
@@ -26,7 +28,7 @@ pub(crate) struct ReadList<'r, 'o> {
     reader: &'r Reader,
     /// Index of the state.
     state: usize,
-    dtype: StateDtype,
+    encoding: StateEncoding,
     /// The elements that are not listed yet.
     out: &'o mut [f32],
     /// The unit and range of the next elements of `out`, which the following may continue.
@@ -47,9 +49,20 @@ struct Read<'o> {
 
 /// Elements in a file and their place in memory.
 struct Wanted<'o> {
-    /// Start in the state bytes of the file.
+    encoding: Encoding,
+    /// Start of the block of the first element, in the state bytes of the file.
     start: u64,
+    /// Elements of that block before the first one.
+    skip: usize,
     out: &'o mut [f32],
+}
+
+impl Wanted<'_> {
+    /// End of the block of the last element.
+    fn end(&self) -> u64 {
+        let elems = self.skip + self.out.len();
+        self.start + self.encoding.bytes(elems as u64)
+    }
 }
 
 impl<'r, 'o> ReadList<'r, 'o> {
@@ -59,11 +72,11 @@ impl<'r, 'o> ReadList<'r, 'o> {
         state: &str,
         out: &'o mut [f32],
     ) -> Result<Self, CkptError> {
-        let (state, dtype) = reader.state(state)?;
+        let (state, encoding) = reader.state(state)?;
         Ok(Self {
             reader,
             state,
-            dtype,
+            encoding,
             out,
             pending: None,
             reads: Vec::new(),
@@ -105,12 +118,28 @@ impl<'r, 'o> ReadList<'r, 'o> {
             return Ok(());
         };
         let reader = self.reader;
+        let placed = &reader.layout.units()[unit];
         for (held, part) in reader.coverage.find(unit, range) {
             let layout = &reader.file(held.file)?.layout;
-            let tensor = layout.tensor_range(self.state, held.piece).start;
-            let start = tensor + (part.start - held.start) * self.dtype.bytes();
-            let out = take(&mut self.out, part.end - part.start);
-            self.list(held.file, Wanted { start, out });
+            let mut start = layout.tensor_range(self.state, held.piece).start;
+            for span in spans(self.encoding, placed, held.start..held.end) {
+                if span.elems.start >= part.end {
+                    break;
+                }
+                let wanted = part.start.max(span.elems.start)..part.end.min(span.elems.end);
+                if !wanted.is_empty() {
+                    let encoding = span.encoding;
+                    let before = wanted.start - span.elems.start;
+                    let wanted = Wanted {
+                        encoding,
+                        start: start + before / encoding.block_elems() * encoding.block_bytes(),
+                        skip: (before % encoding.block_elems()) as usize,
+                        out: take(&mut self.out, wanted.end - wanted.start),
+                    };
+                    self.list(held.file, wanted);
+                }
+                start += span.bytes();
+            }
         }
         if self.wanted >= MAX_WANTED {
             self.perform()?;
@@ -118,15 +147,20 @@ impl<'r, 'o> ReadList<'r, 'o> {
         Ok(())
     }
 
-    /// Adds elements to the last read of the file if they are behind it, by less than a block.
+    /// Adds elements to the last read of the file if they are behind it, by less than a block of the
+    /// file, or start in its last block of a format.
     fn list(&mut self, file: usize, wanted: Wanted<'o>) {
         let start = wanted.start;
-        let end = start + wanted.out.len() as u64 * self.dtype.bytes();
+        let end = wanted.end();
         self.wanted += 1;
 
         let last = self.last_of_file.get(&file).copied();
         let last = last.and_then(|last| self.reads.get_mut(last));
-        match last.filter(|read| (read.range.end..read.range.end + BLOCK_BYTES).contains(&start)) {
+        let is_behind = |read: &&mut Read<'_>| {
+            let last_block = read.range.end - wanted.encoding.block_bytes().min(read.range.end);
+            (last_block..read.range.end + BLOCK_BYTES).contains(&start)
+        };
+        match last.filter(is_behind) {
             Some(read) => {
                 read.range.end = end;
                 read.wanted.push(wanted);
@@ -149,28 +183,25 @@ impl<'r, 'o> ReadList<'r, 'o> {
         self.wanted = 0;
 
         let reader = self.reader;
-        let width = self.dtype.bytes();
         let bytes: u64 = reads.iter().map(|r| r.range.end - r.range.start).sum();
         // Short reads are faster through the page cache and on one thread.
         let is_short = bytes <= 2 * BLOCK_BYTES;
         let threads = if is_short { 1 } else { threads_for(bytes) };
 
         in_parallel(
-            reads.into_iter().flat_map(|read| read.chunks(width)),
+            reads.into_iter().flat_map(Read::chunks),
             threads,
             |read, buffer| {
                 let shard = reader.file(read.file)?;
                 let file = shard.open_state(&reader.dir, !is_short, || reader.may_keep())?;
-                let mut at = read.range.start;
-                let mut wanted = WantedQueue::new(read.wanted, width);
+                let start = read.range.start;
+                let mut queue = WantedQueue::new(read.wanted);
                 shard.read(&file, &read.range, buffer, |bytes| {
-                    let end = at + bytes.len() as u64;
-                    while let Some(Wanted { start, out }) = wanted.next_before(end) {
-                        let first = (start - at) as usize;
-                        let last = first + out.len() * width as usize;
-                        self.dtype.widen(&bytes[first..last], out);
+                    let end = start + bytes.len() as u64;
+                    while let Some(wanted) = queue.next_before(end) {
+                        let bytes = &bytes[(wanted.start - start) as usize..];
+                        wanted.encoding.decode(bytes, wanted.skip, wanted.out);
                     }
-                    at = end;
                 })
             },
         )
@@ -206,7 +237,8 @@ impl Reader {
         reads: &mut ReadList<'_, '_>,
     ) -> Result<(), CkptError> {
         let Some(joined) = &self.joined else {
-            let start = self.layout.units()[id.unit].params[id.param].offset_elems;
+            let unit = &self.layout.units()[id.unit];
+            let start = elems_of(unit, &unit.params[id.param]).start;
             return reads.elems(id.unit, start + range.start..start + range.end);
         };
         let stored = joined
@@ -220,10 +252,10 @@ impl Reader {
 }
 
 impl<'o> Read<'o> {
-    /// Splits the read at chunk boundaries; elements are aligned, so none is split. Chunks without
-    /// wanted elements are left out.
-    fn chunks(self, width: u64) -> impl Iterator<Item = Read<'o>> {
-        let mut queue = WantedQueue::new(self.wanted, width);
+    /// Splits the read at chunk boundaries. A block of a format that a boundary splits is read with
+    /// the later chunk. Chunks without wanted elements are left out.
+    fn chunks(self) -> impl Iterator<Item = Read<'o>> {
+        let mut queue = WantedQueue::new(self.wanted);
         let file = self.file;
         chunks_to_read(self.range).filter_map(move |chunk| {
             let mut wanted = Vec::new();
@@ -231,8 +263,7 @@ impl<'o> Read<'o> {
                 wanted.push(next);
             }
             let start = wanted.first()?.start;
-            let end = wanted.last()?;
-            let end = end.start + end.out.len() as u64 * width;
+            let end = wanted.last()?.end();
             Some(Read {
                 file,
                 range: start..end,
@@ -247,39 +278,36 @@ struct WantedQueue<'o> {
     rest: std::vec::IntoIter<Wanted<'o>>,
     /// The next elements: those before `rest`, or the second part of split ones.
     next: Option<Wanted<'o>>,
-    /// Bytes of an element in the file.
-    width: u64,
 }
 
 impl<'o> WantedQueue<'o> {
-    fn new(wanted: Vec<Wanted<'o>>, width: u64) -> Self {
+    fn new(wanted: Vec<Wanted<'o>>) -> Self {
         Self {
             rest: wanted.into_iter(),
             next: None,
-            width,
         }
     }
 
-    /// Removes the next elements before byte `end`, which is between two elements.
+    /// Removes the next elements whose blocks are whole before byte `end`.
     fn next_before(&mut self, end: u64) -> Option<Wanted<'o>> {
         let next = self.next.take().or_else(|| self.rest.next())?;
-        if next.start >= end {
+        if next.end() <= end {
+            return Some(next);
+        }
+        let blocks = end.saturating_sub(next.start) / next.encoding.block_bytes();
+        if blocks == 0 {
             self.next = Some(next);
             return None;
         }
-        let elems = (end - next.start) / self.width;
-        let elems = next.out.len().min(elems as usize);
-        let (out, later) = next.out.split_at_mut(elems);
-        if !later.is_empty() {
-            self.next = Some(Wanted {
-                start: end,
-                out: later,
-            });
-        }
-        Some(Wanted {
-            start: next.start,
-            out,
-        })
+        let elems = blocks * next.encoding.block_elems() - next.skip as u64;
+        let (out, later) = next.out.split_at_mut(elems as usize);
+        self.next = Some(Wanted {
+            start: next.start + blocks * next.encoding.block_bytes(),
+            skip: 0,
+            out: later,
+            ..next
+        });
+        Some(Wanted { out, ..next })
     }
 }
 

@@ -17,7 +17,7 @@ use crate::load::document::read_document;
 use crate::load::joined::Joined;
 use crate::load::shard_file::{ShardFile, open_checked};
 use crate::save::staged::staged_hint;
-use crate::{CkptError, ModelSpec, StateDtype, TensorParallel};
+use crate::{CkptError, ModelSpec, StateEncoding, TensorParallel};
 
 /// Descriptors of shard files that a reader keeps open at a time; others are opened for each read.
 /// A rank rarely reads from more files, and a process may have only 1024 descriptors.
@@ -299,11 +299,11 @@ impl Reader {
             .ok_or_else(|| CkptError::argument("parameter", "one of this checkpoint", name))
     }
 
-    /// Index and dtype of a state.
-    pub(crate) fn state(&self, name: &str) -> Result<(usize, StateDtype), CkptError> {
+    /// Index and encoding of a state.
+    pub(crate) fn state(&self, name: &str) -> Result<(usize, StateEncoding), CkptError> {
         let found = self.manifest.states.iter().position(|s| s.name == name);
         found
-            .map(|i| (i, self.manifest.states[i].dtype))
+            .map(|i| (i, self.manifest.states[i].encoding))
             .ok_or_else(|| CkptError::MissingState {
                 path: self.path().into(),
                 state: name.into(),
@@ -322,7 +322,7 @@ impl Reader {
         match cell.get() {
             Some(file) => Ok(file),
             None => {
-                let mut file = ShardFile::open(&self.dir, &self.manifest, index)?;
+                let mut file = ShardFile::open(&self.dir, &self.manifest, &self.layout, index)?;
                 if !self.may_keep() {
                     file.close();
                 }

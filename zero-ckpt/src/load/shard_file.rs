@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+use zero_shard::Layout;
+
 use crate::CkptError;
 use crate::format::blocks::{BLOCK_BYTES, FileLayout, checksum};
 use crate::format::header::Header;
@@ -29,8 +31,14 @@ pub(crate) struct ShardFile {
 }
 
 impl ShardFile {
-    /// Reads and checks length, header and checksum table of file `index` of the manifest.
-    pub(crate) fn open(dir: &Dir, manifest: &Manifest, index: usize) -> Result<Self, CkptError> {
+    /// Reads and checks length, header and checksum table of file `index` of the manifest, of which
+    /// `model` is the layout.
+    pub(crate) fn open(
+        dir: &Dir,
+        manifest: &Manifest,
+        model: &Layout,
+        index: usize,
+    ) -> Result<Self, CkptError> {
         let record = &manifest.files[index];
         let path = dir.path().join(&record.name);
         let bad = |why: String| CkptError::BadSafetensors {
@@ -38,9 +46,8 @@ impl ShardFile {
             why,
         };
 
-        let layout = manifest
-            .file_layout(record)
-            .ok_or_else(|| bad("sizes exceed 64 bits".into()))?;
+        let layout =
+            FileLayout::new(&manifest.states, model, record.pieces.clone()).map_err(bad)?;
         let file = open_checked(dir, &record.name, record.bytes, false)?;
         // `Manifest::check` bounds this: at most the maximum header and the table of a file of this
         // length.
@@ -116,8 +123,8 @@ impl ShardFile {
     }
 
     /// Reads the blocks that hold `range` of the state into `buffer`. Verifies one after the other,
-    /// and passes its bytes of the range to `verified` while they are in cache. The range must be
-    /// within the state and not empty; a buffer that is too small is replaced.
+    /// and calls `verified` with the bytes of the range so far, of which the last are in cache. The
+    /// range must be within the state and not empty; a buffer that is too small is replaced.
     pub(crate) fn read(
         &self,
         file: &File,
@@ -148,9 +155,8 @@ impl ShardFile {
             let at = start + i as u64 * BLOCK_BYTES;
             let expected = self.table[(at / BLOCK_BYTES) as usize];
             check_bytes(&self.path, self.state_start + at, bytes, expected)?;
-            let first = range.start.saturating_sub(at);
-            let last = bytes.len().min((range.end - at) as usize);
-            verified(&bytes[first as usize..last]);
+            let end = range.end.min(at + bytes.len() as u64);
+            verified(&buffer[(range.start - start) as usize..(end - start) as usize]);
         }
 
         Ok(())

@@ -30,7 +30,7 @@ impl Reader {
             Err(e) => report.problems.push(e),
         };
         for (index, record) in self.manifest.files.iter().enumerate() {
-            let file = ShardFile::open(&self.dir, &self.manifest, index);
+            let file = ShardFile::open(&self.dir, &self.manifest, &self.layout, index);
             count(record.bytes, file.and_then(|f| f.verify(&self.dir)));
         }
         for record in &self.manifest.documents {

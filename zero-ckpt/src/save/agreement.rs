@@ -382,10 +382,7 @@ mod tests {
             file: save.name(EntryKind::File(3)),
             bytes: 1,
             front_crc64: 7,
-            states: vec![StateSpec {
-                name: "master".into(),
-                dtype: StateDtype::F32,
-            }],
+            states: vec![StateSpec::new("master", StateDtype::F32)],
             pieces: vec![UnitRange(u64::MAX, u64::MAX - 1, u64::MAX); 3],
             save,
         };

@@ -266,8 +266,8 @@ fn read_whole(
     };
 
     let pieces = shard_pieces(&save.layout, rank)?;
-    let file_layout = FileLayout::new(&probe.states, pieces.clone())
-        .ok_or_else(|| bad("sizes exceed 64 bits"))?;
+    let file_layout =
+        FileLayout::new(&probe.states, &save.layout, pieces.clone()).map_err(|why| bad(&why))?;
     let at = (rank, probe.step);
     let header = encode_header(&save.layout, at, &probe.states, &file_layout)?;
     let front_bytes = header.len() as u64 + file_layout.table_bytes();
@@ -283,7 +283,7 @@ fn read_whole(
         front_crc64,
         pieces: pieces.clone(),
     }];
-    ShardFile::open(dir, probe, 0)?.verify(dir)?;
+    ShardFile::open(dir, probe, &save.layout, 0)?.verify(dir)?;
 
     let staged = StagedFile {
         rank,

@@ -22,10 +22,10 @@ use zero_shard::Layout;
 use super::agreement::Save;
 use super::meta::check_pieces;
 use super::records::{PublishedCheckpoint, StagedFile, StagingSlice};
+use super::unit_parts::{UnitPart, unit_parts};
 use crate::format::blocks::{FileLayout, file_order, shard_pieces};
-use crate::format::runs::runs;
 use crate::io::page_buffer::PageBuffer;
-use crate::io::parallel::{ByteSource as _, Slices, in_parallel};
+use crate::io::parallel::{ByteSource as _, Slice, Slices, in_parallel};
 use crate::job::Job;
 use crate::{CkptError, Exchange, SaveMeta, ShardData, StateSpec, Store};
 
@@ -58,8 +58,9 @@ impl BackgroundStore {
     /// buffers (at least 1) in host memory.
     ///
     /// # Errors
-    /// [`CkptError::OutOfMemory`], sizes beyond 64 bits, or on rank 0 a layout whose manifest
-    /// readers would reject ([`CkptError::TooLarge`]).
+    /// [`CkptError::OutOfMemory`], a shard that ends within a block of a state or sizes beyond 64
+    /// bits ([`CkptError::NotStorable`]), or on rank 0 a layout whose manifest readers would reject
+    /// ([`CkptError::TooLarge`]).
     pub fn new(
         store: Store,
         layout: Arc<Layout>,
@@ -70,8 +71,8 @@ impl BackgroundStore {
             check_pieces(&layout)?;
         }
         states.sort_by_key(file_order);
-        let file = FileLayout::new(&states, shard_pieces(&layout, store.rank())?)
-            .ok_or_else(|| CkptError::argument("bytes of state", "a number of 64 bits", "more"))?;
+        let file = FileLayout::new(&states, &layout, shard_pieces(&layout, store.rank())?)
+            .map_err(|why| CkptError::NotStorable { why })?;
         let bytes = file.state_bytes();
         let limit = buffers.max(1);
         let allocate = |_| {
@@ -133,7 +134,6 @@ impl BackgroundStore {
         let slices = staging_slices(
             &self.layout,
             self.store.rank(),
-            &self.file,
             &self.states,
             borrowed.bytes_mut(),
         );
@@ -147,7 +147,7 @@ impl BackgroundStore {
         let pieces = self.file.pieces.clone();
 
         Ok(Job::start(move || {
-            let source = Slices::new(vec![borrowed.bytes()]);
+            let source = Slices::new(vec![Slice::Bytes(borrowed.bytes())]);
             let save = (meta.step, number);
             let staged = fence()
                 .map_err(|message| CkptError::Snapshot { message })
@@ -172,31 +172,21 @@ impl BackgroundStore {
                 );
             }
             let source = shard.source();
-            if slices
-                .iter()
-                .zip(source.parts())
-                .any(|(slice, part)| slice.bytes.len() != part.len())
-            {
-                return Err(
-                    "internal error: the shard has other bytes than the staging buffer".into(),
-                );
-            }
-            let pieces = slices
+            // The slices are the bytes of the file, in order.
+            let mut end = 0;
+            let chunks = slices
                 .into_iter()
-                .zip(source.parts())
-                .flat_map(|(slice, &part)| {
-                    slice
-                        .bytes
-                        .chunks_mut(COPY_BYTES)
-                        .zip(part.chunks(COPY_BYTES))
+                .flat_map(|slice| slice.bytes.chunks_mut(COPY_BYTES))
+                .map(|bytes| {
+                    end += bytes.len() as u64;
+                    (end - bytes.len() as u64, bytes)
                 });
             // One core does not reach the memory's bandwidth.
             let threads = (source.len() as usize)
                 .div_ceil(COPY_BYTES)
                 .min(MAX_COPY_THREADS);
-            in_parallel(pieces, threads, |(to, from), _| {
-                to.copy_from_slice(from);
-                Ok::<_, String>(())
+            in_parallel(chunks, threads, |(start, bytes), _| {
+                source.fill(start, bytes).map_err(|e| e.to_string())
             })?;
             Ok(Box::new(|| Ok(())))
         })
@@ -322,26 +312,21 @@ fn lock(buffers: &Mutex<Vec<PageBuffer>>) -> MutexGuard<'_, Vec<PageBuffer>> {
 fn staging_slices<'a>(
     layout: &Layout,
     rank: u64,
-    file: &FileLayout,
     states: &'a [StateSpec],
     buffer: &'a mut [u8],
 ) -> Vec<StagingSlice<'a>> {
     let mut rest = buffer;
-    let mut slices = Vec::with_capacity(states.len() * file.pieces.len());
-    for state in states {
-        for piece in &file.pieces {
-            let unit = piece.0 as usize;
-            for run in runs(&layout.units()[unit], rank) {
-                let (bytes, later) = rest.split_at_mut((run.len() * state.dtype.bytes()) as usize);
-                rest = later;
-                slices.push(StagingSlice {
-                    state,
-                    unit,
-                    in_shard: run.in_shard(),
-                    bytes,
-                });
-            }
+    let slice = |part: UnitPart| {
+        let (bytes, later) = std::mem::take(&mut rest).split_at_mut(part.bytes() as usize);
+        rest = later;
+        StagingSlice {
+            state: &states[part.state],
+            unit: part.unit,
+            in_shard: part.in_shard,
+            bytes,
+            encoding: part.encoding,
         }
-    }
-    slices
+    };
+    let parts = unit_parts(layout, rank, states);
+    parts.into_iter().map(slice).collect()
 }

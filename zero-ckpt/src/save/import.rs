@@ -54,10 +54,7 @@ pub fn import(
         elems: layout.numel_elems(),
     };
 
-    let states = vec![StateSpec {
-        name: "master".into(),
-        dtype: StateDtype::F32,
-    }];
+    let states = vec![StateSpec::new("master", StateDtype::F32)];
 
     let model_config = json_beside(from, "config.json")?.unwrap_or_default();
     let meta = SaveMeta {

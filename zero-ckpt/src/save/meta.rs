@@ -126,10 +126,7 @@ pub(crate) fn manifest_without_files(
         stage: meta.stage.number(),
         dtype: meta.dtype.param_name().to_owned(),
         model: ModelSpec::from(layout),
-        layout: LayoutRecord {
-            world_size: layout.world_size(),
-            align_elems: layout.align_elems(),
-        },
+        layout: LayoutRecord::from(layout),
         states,
         files: Vec::new(),
         trainer: meta.trainer.clone(),

@@ -17,3 +17,4 @@ pub(crate) mod staged;
 pub(crate) mod store;
 mod streamed;
 pub(crate) mod sweep;
+mod unit_parts;

@@ -2,10 +2,10 @@
 
 use zero_shard::Layout;
 
+use super::unit_parts::{UnitPart, unit_parts};
 use crate::format::blocks::{file_order, shard_pieces};
-use crate::format::runs::runs;
-use crate::io::parallel::Slices;
-use crate::{CkptError, StateDtype, StateSpec, UnitRange};
+use crate::io::parallel::{Slice, Slices};
+use crate::{CkptError, StateDtype, StateEncoding, StateSpec, UnitRange};
 
 /// The state of one rank, borrowed from the trainer's memory.
 pub struct ShardData<'a> {
@@ -13,7 +13,16 @@ pub struct ShardData<'a> {
     rank: u64,
     pieces: Vec<UnitRange>,
     /// Each state and its shard storage, with padding; in file order.
-    states: Vec<(StateSpec, &'a [u8])>,
+    states: Vec<(StateSpec, Storage<'a>)>,
+}
+
+/// The shard storage of a state.
+#[derive(Clone, Copy)]
+enum Storage<'a> {
+    /// As it is stored.
+    Bytes(StateDtype, &'a [u8]),
+    /// To be encoded as it is written.
+    Values(&'a [f32]),
 }
 
 impl<'a> ShardData<'a> {
@@ -60,18 +69,38 @@ impl<'a> ShardData<'a> {
                 got,
             ));
         }
+        self.add(StateSpec::new(state, dtype), Storage::Bytes(dtype, storage))
+    }
 
-        if self.states.iter().any(|(spec, _)| spec.name == state) {
-            return Err(CkptError::argument("state", "a new one", state));
+    /// Adds a state in fp32 that is stored as `encoding`, to which it is converted as it is written:
+    /// the rank's shard storage, `layout.shard_elems()` elements. Nothing is rounded where the
+    /// values are already those of `encoding`, such as the decoded blocks of an optimizer.
+    ///
+    /// # Errors
+    /// As [`Self::storage_f32`].
+    pub fn storage_as(
+        &mut self,
+        state: &str,
+        encoding: impl Into<StateEncoding>,
+        storage: &'a [f32],
+    ) -> Result<&mut Self, CkptError> {
+        let encoding = encoding.into();
+        if encoding == StateDtype::F32.into() {
+            return self.storage_f32(state, storage);
         }
-        self.states.push((
-            StateSpec {
-                name: state.into(),
-                dtype,
-            },
-            storage,
-        ));
+        let elems = self.layout.shard_elems();
+        if storage.len() as u64 != elems {
+            let what = format!("elements of the shard storage of state {state:?}");
+            return Err(CkptError::argument(what, elems, storage.len()));
+        }
+        self.add(StateSpec::new(state, encoding), Storage::Values(storage))
+    }
 
+    fn add(&mut self, spec: StateSpec, storage: Storage<'a>) -> Result<&mut Self, CkptError> {
+        if self.states.iter().any(|(other, _)| other.name == spec.name) {
+            return Err(CkptError::argument("state", "a new one", spec.name));
+        }
+        self.states.push((spec, storage));
         self.states.sort_by_key(|(spec, _)| file_order(spec));
         Ok(self)
     }
@@ -97,21 +126,20 @@ impl<'a> ShardData<'a> {
 
     /// The state bytes of the file, without padding.
     pub(crate) fn source(&self) -> Slices<'a> {
-        let mut parts = Vec::with_capacity(self.states.len() * self.pieces.len());
-        for (spec, storage) in &self.states {
-            let width = spec.dtype.bytes();
-            for unit in self.layout.units() {
-                let at = unit.shard_range().start;
-                for run in runs(unit, self.rank) {
-                    let range = run.in_shard();
-                    parts.push(
-                        &storage[((at + range.start) * width) as usize
-                            ..((at + range.end) * width) as usize],
-                    );
+        let slice = |part: UnitPart| {
+            let first = self.layout.units()[part.unit].shard_offset_elems;
+            let start = (first + part.in_shard.start) as usize;
+            let end = (first + part.in_shard.end) as usize;
+            match self.states[part.state].1 {
+                Storage::Bytes(dtype, bytes) => {
+                    let width = dtype.bytes() as usize;
+                    Slice::Bytes(&bytes[start * width..end * width])
                 }
+                Storage::Values(values) => Slice::Values(part.encoding, &values[start..end]),
             }
-        }
-        Slices::new(parts)
+        };
+        let parts = unit_parts(self.layout, self.rank, &self.specs());
+        Slices::new(parts.into_iter().map(slice).collect())
     }
 }
 

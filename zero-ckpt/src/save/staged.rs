@@ -190,12 +190,10 @@ impl StagedList {
     ) -> Result<Described<'a>, Defect> {
         let description = self.description(id, save)?;
         let manifest = &description.manifest;
-        let layout = Layout::new(
-            &manifest.model.units,
-            manifest.layout.world_size,
-            manifest.layout.align_elems,
-        )
-        .map_err(|e| Defect::Unreadable(format!("its description has an invalid layout: {e}")))?;
+        let layout = manifest.layout.layout(&manifest.model.units);
+        let layout = layout.map_err(|e| {
+            Defect::Unreadable(format!("its description has an invalid layout: {e}"))
+        })?;
 
         // Not those of the checkpoint that the save has replaced by an exchange.
         let mut files = save.files.clone();

@@ -401,8 +401,8 @@ impl Store {
     }
 
     /// As [`Store::stage`], with state that is not in memory as a whole: `fill` writes the bytes of
-    /// each slice, which lie in a buffer of the file's writer. Slices come in any order, one at a
-    /// time, and cover all elements of `states`.
+    /// each slice, which are in a buffer of the file's writer. Slices come in any order, one at a
+    /// time, and cover all elements of `states`; a block of a format may come twice.
     ///
     /// # Errors
     /// As [`Store::stage`], or the message of `fill` as [`CkptError::Snapshot`].
@@ -464,11 +464,15 @@ impl Store {
         pieces: Vec<UnitRange>,
         source: &dyn ByteSource,
     ) -> Result<StagedFile, CkptError> {
-        let file_layout = FileLayout::new(&states, pieces)
-            .filter(|file| file.state_bytes() == source.len())
-            .ok_or_else(|| {
-                CkptError::argument("bytes of state", "the sum of all pieces", source.len())
-            })?;
+        let file_layout = FileLayout::new(&states, layout, pieces)
+            .map_err(|why| CkptError::NotStorable { why })?;
+        if file_layout.state_bytes() != source.len() {
+            return Err(CkptError::argument(
+                "bytes of state",
+                file_layout.state_bytes(),
+                source.len(),
+            ));
+        }
 
         let header = encode_header(layout, (self.rank, step), &states, &file_layout)?;
         let front_bytes = header.len() as u64 + file_layout.table_bytes();

@@ -7,23 +7,16 @@ use std::sync::{Mutex, PoisonError};
 use zero_shard::Layout;
 
 use super::records::StagingSlice;
+use super::unit_parts::{UnitPart, unit_parts};
 use crate::StateSpec;
-use crate::format::runs::runs;
 use crate::io::parallel::ByteSource;
-
-/// Contiguous elements of one unit of one state.
-struct UnitRun {
-    state: usize,
-    unit: usize,
-    in_shard: Range<u64>,
-    /// Their first byte in the file's state.
-    start: u64,
-}
 
 /// State that a function reads.
 pub(super) struct Streamed<'a, F> {
     states: &'a [StateSpec],
-    parts: Vec<UnitRun>,
+    parts: Vec<UnitPart>,
+    /// The first byte of each part in the state bytes of the file.
+    starts: Vec<u64>,
     len: u64,
     /// The function, until it fails, and its error.
     fill: Mutex<(F, Option<String>)>,
@@ -32,26 +25,18 @@ pub(super) struct Streamed<'a, F> {
 impl<'a, F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> Streamed<'a, F> {
     /// `states` are in the order of the file.
     pub(super) fn new(layout: &Layout, rank: u64, states: &'a [StateSpec], fill: F) -> Self {
-        let mut parts = Vec::new();
+        let parts = unit_parts(layout, rank, states);
         let mut len = 0;
-        for (state, spec) in states.iter().enumerate() {
-            for (unit, placed) in layout.units().iter().enumerate() {
-                for run in runs(placed, rank) {
-                    let part = UnitRun {
-                        state,
-                        unit,
-                        in_shard: run.in_shard(),
-                        start: len,
-                    };
-                    len += (part.in_shard.end - part.in_shard.start) * spec.dtype.bytes();
-                    parts.push(part);
-                }
-            }
-        }
+        let mut start_of = |part: &UnitPart| {
+            len += part.bytes();
+            len - part.bytes()
+        };
+        let starts = parts.iter().map(&mut start_of).collect();
 
         Self {
             states,
             parts,
+            starts,
             len,
             fill: Mutex::new((fill, None)),
         }
@@ -79,35 +64,35 @@ impl<F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> ByteSource for Str
         }
         let mut at = start;
         let mut rest = out;
-        let first = self
-            .parts
-            .partition_point(|part| part.start <= start)
-            .saturating_sub(1);
+        let later = self.starts.partition_point(|first| *first <= start);
+        let first = later.saturating_sub(1);
 
-        for part in &self.parts[first..] {
+        for (part, part_start) in self.parts[first..].iter().zip(&self.starts[first..]) {
             if rest.is_empty() {
                 break;
             }
-            let (state, width) = (
-                &self.states[part.state],
-                self.states[part.state].dtype.bytes(),
-            );
-            let skipped = (at - part.start) / width;
-            let elems =
-                (part.in_shard.end - part.in_shard.start - skipped).min(rest.len() as u64 / width);
-            let (bytes, later) = rest.split_at_mut((elems * width) as usize);
-            let from = part.in_shard.start + skipped;
-            let slice = StagingSlice {
-                state,
-                unit: part.unit,
-                in_shard: from..from + elems,
-                bytes,
+            let skip = at - part_start;
+            let n = (part.bytes() - skip).min(rest.len() as u64);
+            let (now, later) = rest.split_at_mut(n as usize);
+            let fill_blocks = |elems: Range<u64>, bytes: &mut [u8]| {
+                let first = part.in_shard.start;
+                fill(StagingSlice {
+                    state: &self.states[part.state],
+                    unit: part.unit,
+                    in_shard: first + elems.start..first + elems.end,
+                    bytes,
+                    encoding: part.encoding,
+                })
             };
-            if let Err(message) = fill(slice) {
+            let filled = part
+                .encoding
+                .fill_range(part.elems(), skip, now, fill_blocks);
+            if let Err(message) = filled {
                 *failure = Some(message);
                 return Err(io::ErrorKind::Other.into());
             }
-            (at, rest) = (at + elems * width, later);
+            at += n;
+            rest = later;
         }
 
         Ok(())
@@ -116,29 +101,37 @@ impl<F: FnMut(StagingSlice<'_>) -> Result<(), String> + Send> ByteSource for Str
 
 #[cfg(test)]
 mod tests {
-    use zero_shard::{ParamSpec, UnitSpec};
+    use zero_shard::{BlockFormat, ParamSpec, UnitSpec};
 
     use super::*;
-    use crate::StateDtype;
+    use crate::{StateDtype, StateEncoding};
 
     /// Any range of the bytes is that of the whole.
     #[test]
     fn ranges_are_parts_of_the_whole() {
         let unit =
             |n: &str, elems: u64| UnitSpec::new(n, [ParamSpec::new(format!("{n}.p"), [elems])]);
-        let layout = Layout::new(&[unit("a", 5), unit("b", 0), unit("c", 9)], 2, 4).unwrap();
-        let spec = |name: &str, dtype| StateSpec {
-            name: name.into(),
-            dtype,
+        let units = [unit("a", 5), unit("b", 0), unit("c", 150)];
+        let layout = Layout::new(&units, 2, 64).unwrap();
+        let blocks = StateEncoding::Blocks {
+            format: BlockFormat::Nf4,
+            plain_below: 6,
+            multiple_of: 1,
         };
-
-        let states = [spec("x", StateDtype::F32), spec("y", StateDtype::BF16)];
+        let states = [
+            StateSpec::new("x", StateDtype::F32),
+            StateSpec::new("y", blocks),
+            StateSpec::new("z", StateDtype::BF16),
+        ];
         let fill = |slice: StagingSlice<'_>| {
-            let width = slice.state.dtype.bytes() as usize;
-            for (elem, bytes) in slice.in_shard.zip(slice.bytes.chunks_exact_mut(width)) {
-                bytes.fill((elem + 16 * slice.unit as u64 + 64 * (width as u64 - 2)) as u8);
-            }
-            Ok(())
+            let unit = slice.unit as f32;
+            let of_state = f32::from(slice.state.name.as_bytes()[0]);
+            slice.fill_f32(|in_shard, values| {
+                for (elem, value) in in_shard.zip(values) {
+                    *value = elem as f32 + 200.0 * unit + 1000.0 * of_state;
+                }
+                Ok(())
+            })
         };
 
         for rank in 0..2 {

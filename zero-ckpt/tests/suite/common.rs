@@ -9,9 +9,9 @@ use proptest::prelude::ProptestConfig;
 use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{
     CkptError, Exchange, PublishedCheckpoint, Reader, SaveMeta, ShardData, SingleRank, StagedFile,
-    StateDtype, StateSpec, Store, StoreOptions,
+    StateDtype, StateEncoding, StateSpec, Store, StoreOptions,
 };
-use zero_shard::{Layout, ParamSpec, UnitSpec, ZeroStage};
+use zero_shard::{BlockFormat, Layout, LayoutOptions, ParamSpec, UnitSpec, ZeroStage};
 
 /// Configuration of a property with `n` cases, times `ZERO_PROPTEST_FACTOR` if that is set.
 pub(crate) fn cases(n: u32) -> ProptestConfig {
@@ -79,19 +79,73 @@ pub(crate) fn storage(layout: &Layout, rank: u64, state: &str, seed: u64) -> Vec
     out
 }
 
-/// The bits of the shard storage of a rank, with zeros in the padding, as loaded.
-pub(crate) fn loaded(layout: &Layout, rank: u64, state: &str, seed: u64) -> Vec<u32> {
-    let mut out = bits(&storage(layout, rank, state, seed));
+/// The bits of the shard storage of a rank, with zeros in the padding, as loaded from a checkpoint
+/// with this encoding.
+pub(crate) fn loaded(
+    encoding: StateEncoding,
+    layout: &Layout,
+    rank: u64,
+    state: &str,
+    seed: u64,
+) -> Vec<u32> {
+    let mut out = vec![0; layout.shard_elems() as usize];
     for unit in layout.units() {
         let shard = unit.shard(rank);
-        let at = unit.shard_range().start;
-        for elem in shard.clone() {
-            if !unit.params.iter().any(|p| p.range().contains(&elem)) {
-                out[(at + elem - shard.start) as usize] = 0;
+        let first = unit.shard_range().start;
+        for param in &unit.params {
+            let elems = 0..param.numel_elems;
+            let values = elems.map(|elem| value(seed, state, &param.name, elem));
+            let mut values: Vec<f32> = values.collect();
+            as_stored(encoding, &mut values);
+            for elem in shard.start.max(param.range().start)..shard.end.min(param.range().end) {
+                let value = values[(elem - param.offset_elems) as usize];
+                out[(first + elem - shard.start) as usize] = value.to_bits();
             }
         }
     }
     out
+}
+
+/// Replaces the values of a whole parameter by those that are loaded after a save with this
+/// encoding.
+pub(crate) fn as_stored(encoding: StateEncoding, values: &mut [f32]) {
+    match encoding {
+        StateEncoding::Blocks {
+            format,
+            plain_below,
+            multiple_of,
+        } if values.len() as u64 >= plain_below
+            && (values.len() as u64).is_multiple_of(multiple_of) =>
+        {
+            let mut blocks = vec![0; format.bytes(values.len())];
+            format.encode(values, &mut blocks);
+            format.decode(&blocks, values);
+        }
+        StateEncoding::Elements(StateDtype::BF16) => values
+            .iter_mut()
+            .for_each(|value| *value = half::bf16::from_f32(*value).to_f32()),
+        _ => {}
+    }
+}
+
+/// A layout of whole blocks of [`moment_encoding`].
+pub(crate) fn layout_in_blocks(world_size: u64) -> Layout {
+    let options = LayoutOptions::default()
+        .shard_align_elems(64)
+        .param_align_elems(64);
+    Layout::with_options(&units(), world_size, options).unwrap()
+}
+
+/// The encoding of the second moment in a layout: blocks, where shards have whole ones.
+fn moment_encoding(layout: &Layout) -> StateEncoding {
+    match layout.options().param_align_elems {
+        64 => StateEncoding::Blocks {
+            format: BlockFormat::Nf4,
+            plain_below: 100,
+            multiple_of: 1,
+        },
+        _ => StateDtype::F32.into(),
+    }
 }
 
 pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
@@ -275,9 +329,11 @@ pub(crate) fn with_shard<T>(
 ) -> T {
     let states = STATES.map(|state| storage(layout, rank, state, seed));
     let mut shard = ShardData::new(layout, rank).unwrap();
-    for (state, values) in STATES.iter().zip(&states) {
-        shard.storage_f32(state, values).unwrap();
-    }
+    let [master, first, second] = &states;
+    shard.storage_f32(STATES[0], master).unwrap();
+    shard.storage_f32(STATES[1], first).unwrap();
+    let encoding = moment_encoding(layout);
+    shard.storage_as(STATES[2], encoding, second).unwrap();
     work(&shard)
 }
 
@@ -414,11 +470,9 @@ pub(crate) fn each_flip(path: &Path, bytes: usize, check: impl Fn(usize)) {
 
 /// fp32 states.
 pub(crate) fn specs() -> Vec<StateSpec> {
-    let spec = |name: &str| StateSpec {
-        name: name.into(),
-        dtype: StateDtype::F32,
-    };
-    STATES.map(spec).to_vec()
+    STATES
+        .map(|name| StateSpec::new(name, StateDtype::F32))
+        .to_vec()
 }
 
 /// Reads the shard storage of a rank.
@@ -438,9 +492,11 @@ pub(crate) fn assert_holds(reader: &Reader, layout: &Layout, seed: u64) {
     for rank in 0..layout.world_size() {
         for state in STATES {
             let got = read(reader, layout, state, rank).unwrap();
+            let mut specs = reader.manifest().states.iter();
+            let encoding = specs.find(|spec| spec.name == state).unwrap().encoding;
             assert_eq!(
                 bits(&got),
-                loaded(layout, rank, state, seed),
+                loaded(encoding, layout, rank, state, seed),
                 "rank {rank}, {state}"
             );
         }

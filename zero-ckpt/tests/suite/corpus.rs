@@ -71,8 +71,10 @@ fn shard() -> Vec<u8> {
         tensor("zero.block_crc64", "U64", 1, 0, 8),
         tensor("master/a[0:15]", "F32", 15, 8, 68),
         tensor("master/b[0:2]", "F32", 2, 68, 76),
-        tensor("first_moment/a[0:15]", "BF16", 15, 76, 106),
-        tensor("first_moment/b[0:2]", "BF16", 2, 106, 110),
+        tensor("second_moment/a[0:15]", "U8", 36, 76, 112),
+        tensor("second_moment/b[0:2]", "U8", 8, 112, 120),
+        tensor("first_moment/a[0:15]", "BF16", 15, 120, 150),
+        tensor("first_moment/b[0:2]", "BF16", 2, 150, 154),
     ];
 
     let mut bytes = Header {
@@ -80,7 +82,7 @@ fn shard() -> Vec<u8> {
         ..Header::default()
     }
     .encode(4096, 8);
-    let state: Vec<u8> = (0..102).collect();
+    let state: Vec<u8> = (0..146).collect();
     bytes.extend(targets::checksum(&state).to_le_bytes());
     bytes.extend(state);
 
@@ -93,7 +95,7 @@ fn valid_inputs_load() {
     let mut manifest = targets::sample_manifest();
     let shard = shard();
     manifest.files[0].bytes = shard.len() as u64;
-    manifest.files[0].front_crc64 = targets::checksum(&shard[..shard.len() - 102]);
+    manifest.files[0].front_crc64 = targets::checksum(&shard[..shard.len() - 146]);
     std::fs::write(dir.path().join("manifest.json"), manifest.encode().unwrap()).unwrap();
     std::fs::write(dir.path().join("shard.safetensors"), shard).unwrap();
     let reader = zero_ckpt::Reader::open(dir.path()).unwrap();
@@ -104,8 +106,17 @@ fn valid_inputs_load() {
         .unwrap();
     assert_eq!(
         b,
-        [98u16, 100].map(|n| half::bf16::from_bits(n | (n + 1) << 8).to_f32())
+        [142u16, 144].map(|n| half::bf16::from_bits(n | (n + 1) << 8).to_f32())
     );
+
+    // Byte 72 has the codes of the first two elements.
+    let mut a = [0.0; 2];
+    reader
+        .read_param("second_moment", "a.w", 0..2, &mut a)
+        .unwrap();
+    let scale = f32::from_le_bytes([68, 69, 70, 71]);
+    let table = zero_shard::BlockFormat::Nf4.table();
+    assert_eq!(a, [table[72 >> 4] * scale, table[72 & 15] * scale]);
 }
 
 proptest! {

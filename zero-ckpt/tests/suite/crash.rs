@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::common::{assert_holds, layout, save, save_with, saved};
+use crate::common::{assert_holds, layout_in_blocks, save, save_with, saved};
 use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{Reader, Store, StoreOptions};
 
@@ -42,7 +42,12 @@ fn child() {
         })
         .collect();
 
-    save_with(&stores, &layout(RANKS, 4), args[3].parse().unwrap(), seed);
+    save_with(
+        &stores,
+        &layout_in_blocks(RANKS),
+        args[3].parse().unwrap(),
+        seed,
+    );
 }
 
 /// Saves `step` of `seed` in a child that is killed when `rank` reaches `point`.
@@ -91,7 +96,7 @@ fn killed_save_leaves_old_or_new() {
     for (point, rank) in points() {
         let at = SavePoint::ALL[point];
         let dir = tempfile::tempdir().unwrap();
-        let layout = layout(RANKS, 4);
+        let layout = layout_in_blocks(RANKS);
         for step in [10, 20] {
             saved(dir.path(), &layout, step, step, &options());
         }
@@ -159,7 +164,7 @@ fn killed_overwrite_leaves_old_or_new() {
     for (point, rank) in points() {
         let at = SavePoint::ALL[point];
         let dir = tempfile::tempdir().unwrap();
-        let layout = layout(RANKS, 4);
+        let layout = layout_in_blocks(RANKS);
         saved(dir.path(), &layout, 10, 1, &options());
         killed(dir.path(), point, rank, 10, 2);
         let renamed = !points_before_rename().contains(&at);

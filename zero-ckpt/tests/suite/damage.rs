@@ -194,7 +194,7 @@ fn malicious_manifest_is_rejected() {
         (|m| m.files[1].name = m.files[0].name.clone(), "twice"),
         (|m| m.files[0].bytes = u64::MAX, "do not match its pieces"),
         (|m| m.files[0].bytes = 0, "do not match its pieces"),
-        (|m| m.files[0].pieces[0].2 = u64::MAX, "exceed"),
+        (|m| m.files[0].pieces[0].2 = u64::MAX, "are in two files"),
         (
             |m| m.files[0].pieces[0] = UnitRange(u64::MAX, 0, 1),
             "which does not exist",

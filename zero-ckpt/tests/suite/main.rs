@@ -8,6 +8,7 @@ mod corpus;
 mod crash;
 mod damage;
 mod disk;
+mod encodings;
 mod export;
 mod faults;
 mod leftovers;

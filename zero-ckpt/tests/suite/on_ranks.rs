@@ -4,7 +4,9 @@ use std::fs;
 use std::path::Path;
 use std::sync::mpsc::channel;
 
-use zero_ckpt::{CkptError, Exchange, MANIFEST_NAME, Reader, Selection, StoreOptions, resolve};
+use zero_ckpt::{
+    CkptError, Exchange, MANIFEST_NAME, Reader, Selection, StateDtype, StoreOptions, resolve,
+};
 
 use crate::common::{
     STATES, assert_holds, bits, fails, flip, layout, loaded, on_ranks, read, saved, two_checkpoints,
@@ -112,7 +114,7 @@ fn damage_is_found_by_the_rank_that_reads_it() {
                 ),
                 rank => assert_eq!(
                     bits(&got.unwrap()),
-                    loaded(&layout, rank, STATES[2], 2),
+                    loaded(StateDtype::F32.into(), &layout, rank, STATES[2], 2),
                     "{reason}"
                 ),
             }

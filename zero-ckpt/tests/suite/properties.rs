@@ -89,7 +89,7 @@ proptest! {
             for (state, as_saved) in [("master", false), ("first_moment", true)] {
                 let mut got = vec![f32::NAN; to.shard_elems() as usize];
                 view.read_storage(state, rank, &mut got).unwrap();
-                let expected = crate::common::loaded(&to, rank, state, seed);
+                let expected = crate::common::loaded(StateDtype::F32.into(), &to, rank, state, seed);
                 let expected = expected.into_iter().map(f32::from_bits).collect::<Vec<_>>();
                 let expected = if as_saved { exact(&expected) } else { expected };
                 prop_assert_eq!(crate::common::bits(&got), crate::common::bits(&expected));

@@ -10,7 +10,8 @@ use zero_ckpt::testing::SavePoint;
 use zero_ckpt::{Reader, StoreOptions, assemble, assemble_step, resolve, staged_saves};
 
 use crate::common::{
-    NONE, assert_holds, cases, layout, meta, on_ranks, open, run, save_until, says, staged,
+    NONE, assert_holds, cases, layout_in_blocks, meta, on_ranks, open, run, save_until, says,
+    staged,
 };
 
 /// The runs: the second one resumed the first, the third is of somebody else.
@@ -204,7 +205,7 @@ fn check(dir: &Path, model: &Model) {
 
 /// Checks which save is assembled.
 fn check_assembled(root: &Path, dir: &Path, model: &Model) {
-    let layout = layout(2, 4);
+    let layout = layout_in_blocks(2);
     let assembled = assemble(root.join("new"), &[dir]).map_err(|error| error.to_string());
     match (model.whole().last(), assembled) {
         (None, Err(error)) => assert!(error.contains("no staged save"), "{error}"),
@@ -259,7 +260,7 @@ proptest! {
             fs::write(staging.join(stranger), "mine").unwrap();
         }
 
-        let layout = layout(2, 4);
+        let layout = layout_in_blocks(2);
         let mut model = Model::default();
         for (seed, act) in (1..).zip(acts) {
             match act {

@@ -193,6 +193,24 @@ pub trait ShardSource<D: Device>: Send {
         unit: usize,
         own: OwnShard<'_>,
     ) -> Result<Option<AnySlice>, PrefetchError>;
+
+    /// Enqueues the gather of a unit to `whole` on `comm_stream`, and returns true; or returns
+    /// false, and the unit is gathered from what [`Self::fetch`] returns. For units that are stored in
+    /// another format: all ranks return the same. The slice is not kept.
+    ///
+    /// # Errors
+    /// As [`Self::fetch`].
+    ///
+    /// # Safety
+    /// Operations use `whole` in the order of `comm_stream`.
+    unsafe fn gather(
+        &mut self,
+        _comm_stream: &D::Stream,
+        _unit: usize,
+        _whole: AnySlice,
+    ) -> Result<bool, PrefetchError> {
+        Ok(false)
+    }
 }
 
 /// Shards in memory of the device.
@@ -501,13 +519,12 @@ impl<D: Device> Prefetcher<D> {
                 (UnitMemory::Caller(Some(owner), *limit), slice)
             }
         };
-        let fetch = |own: OwnShard<'_>| self.shards.fetch(comm_stream, unit, own);
         let device = self.pool.device();
         Unsharded::gather(
             (device, &self.gather, comm_stream),
             memory,
-            len,
-            fetch,
+            (unit, len),
+            &mut *self.shards,
             lease,
         )
     }

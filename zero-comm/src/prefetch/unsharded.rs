@@ -10,8 +10,8 @@ use zero_alloc::device::{
     AnySlice, DType, Device, DeviceError, DeviceKind, Element, Event, Stream,
 };
 
-use super::PrefetchError;
 use super::live::Lease;
+use super::{PrefetchError, ShardSource};
 use crate::Gather;
 
 /// The place of this rank's shard in a unit that is about to be gathered, for one call of
@@ -168,17 +168,16 @@ impl<D: Device> Drop for Unsharded<D> {
 }
 
 impl<D: Device> Unsharded<D> {
-    /// Enqueues the gather of this rank's shard and those of the others on `comm_stream`, into
-    /// `memory`, whose slice is `slice`. `shard` fills its place there, or returns it elsewhere; it
-    /// has `len` elements.
+    /// Enqueues the gather of the shards of `unit`, of `len` elements each, on `comm_stream`, into
+    /// `memory`, whose slice is `slice`.
     ///
     /// # Errors
-    /// The pool is out of memory, `shard` failed, or the collective was not enqueued.
+    /// The pool is out of memory, `shards` failed, or the collective was not enqueued.
     pub(super) fn gather(
         (device, gather, comm_stream): (&D, &Gather<D>, &D::Stream),
         (mut memory, slice): (UnitMemory<D>, AnySlice),
-        len: usize,
-        shard: impl FnOnce(OwnShard<'_>) -> Result<Option<AnySlice>, PrefetchError>,
+        (unit, len): (usize, usize),
+        shards: &mut dyn ShardSource<D>,
         lease: Lease,
     ) -> Result<Self, PrefetchError> {
         let rank = gather.comm().rank();
@@ -187,8 +186,14 @@ impl<D: Device> Unsharded<D> {
             slice: own,
             _call: PhantomData,
         };
-        let enqueued = shard(place)
-            .and_then(|shard| Ok(gather.enqueue(comm_stream, shard.unwrap_or(own), slice)?));
+        // SAFETY: the source uses the slice on `comm_stream`, which is recorded below.
+        let enqueued = unsafe { shards.gather(comm_stream, unit, slice) }.and_then(|is_gathered| {
+            if is_gathered {
+                return Ok(());
+            }
+            let shard = shards.fetch(comm_stream, unit, place)?;
+            Ok(gather.enqueue(comm_stream, shard.unwrap_or(own), slice)?)
+        });
         if let UnitMemory::Pool(block) = &mut memory {
             block.record_use(comm_stream)?;
         }

@@ -299,7 +299,8 @@ fn bad_options_are_errors() {
             Err(BucketError::TooSmall {
                 count: 2,
                 capacity_elems: 2,
-                world_size: 3
+                world_size: 3,
+                least_elems: 3
             })
         );
         let none = BucketOptions::new(3, DType::F32).count(0);
@@ -308,7 +309,8 @@ fn bad_options_are_errors() {
             Err(BucketError::TooSmall {
                 count: 0,
                 capacity_elems: 3,
-                world_size: 3
+                world_size: 3,
+                least_elems: 3
             })
         );
         assert!(matches!(

@@ -12,6 +12,7 @@ mod faults;
 mod other_devices;
 mod overlap;
 mod prefetch;
+mod quantised;
 mod seeded;
 mod threads;
 mod two_level;

@@ -26,7 +26,7 @@ enum Coder {
     /// Codes of 8 bits, with the value of each.
     Eight {
         buckets: Box<[u32; BUCKETS_8]>,
-        values: [f32; 256],
+        values: Box<[f32; 256]>,
     },
     /// Codes of 4 bits, with the two values of each byte.
     Four {
@@ -56,7 +56,7 @@ impl Coder {
         match format.code_bits() {
             8 => Self::Eight {
                 buckets: buckets::<SHIFT_8, BUCKETS_8>(format),
-                values: std::array::from_fn(|code| table[code]),
+                values: Box::new(std::array::from_fn(|code| table[code])),
             },
             _ => Self::Four {
                 buckets: buckets::<SHIFT_4, BUCKETS_4>(format),

@@ -145,7 +145,7 @@ pub(super) unsafe fn update(
         for (nth, slot) in args.slots.iter().enumerate() {
             let rounding = args
                 .rounding
-                .from_elem(start)
+                .starting_at(start)
                 .of_slot(nth, args.slots.len());
             let values = &decoded[nth * UPDATE_ELEMS..][..range.len()];
             let stored = slot.slice(range.clone()).memory.bytes().typed()?;

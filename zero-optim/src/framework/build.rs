@@ -13,7 +13,9 @@ use zero_comm::{
     WaitOnDrop,
 };
 use zero_kernels::UpdateRule;
-use zero_shard::{Layout, ParamId, ParamPlacement, ParamSpec, UnitLayout, UnitSpec, ZeroStage};
+use zero_shard::{
+    Layout, LayoutOptions, ParamId, ParamPlacement, ParamSpec, UnitLayout, UnitSpec, ZeroStage,
+};
 
 use crate::{
     GroupRules, OptimizerBuilder, OptimizerConfig, ParamGroups, RankSettings, Segment,
@@ -311,7 +313,8 @@ impl<D: Device> Builder<D> {
         } = self;
 
         let ranks = rank.comm.world_size();
-        let layout = Layout::new(&units, ranks as u64, 1)?;
+        let options = format.moments.layout_options(LayoutOptions::default());
+        let layout = Layout::with_options(&units, ranks as u64, options)?;
         check(&units, micro_batches)?;
         let mut settings = settings(&units, stage, micro_batches);
         settings.push("add_gradients", adds_gradients);
@@ -462,15 +465,11 @@ impl Groups {
         rank: u64,
         stage: ZeroStage,
     ) -> Result<ParamGroups, FrameworkError> {
-        let runs = match stage.shards_optimizer() {
-            true => layout.group_runs(rank, |id| self.of(id))?,
-            false => layout.whole_group_runs(|id| self.of(id)),
-        };
+        let rank = stage.shards_optimizer().then_some(rank);
         let params = layout.params();
         let assigned = params.map(|(id, placed)| (placed.name.clone(), self.of(id)));
-        Ok(ParamGroups::new(self.rules.clone(), runs)
-            .assigned(assigned)
-            .settable())
+        let groups = ParamGroups::of_layout(self.rules.clone(), layout, rank, |id| self.of(id))?;
+        Ok(groups.assigned(assigned).settable())
     }
 }
 

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use zero_alloc::device::{AnySlice, Device, DeviceId, DeviceSlice, Reduced, Stream};
 use zero_kernels::host::UpdateSlices;
 use zero_kernels::{
-    Codec, Grain, KernelError, RULE_SCALARS, SettingError, Slot, StepPoint, UpdateRule,
+    AverageCodecs, Codec, Grain, KernelError, RULE_SCALARS, SettingError, Slot, StepPoint,
+    UpdateRule,
 };
 use zero_optim::{
     Divisor, GatheredStats, LrSchedule, OptimError, ParamGroups, Segment, ShardedOptimizer,
@@ -56,8 +57,8 @@ impl UpdateRule for MomentumSgd {
         self.weight_decay
     }
 
-    fn slots(&self, averages: Codec) -> Vec<Slot> {
-        (self.slots)(averages)
+    fn slots(&self, averages: AverageCodecs) -> Vec<Slot> {
+        (self.slots)(averages.signed)
     }
 
     fn grain(&self) -> Grain {
@@ -329,7 +330,7 @@ fn slots_that_cannot_be_kept_are_refused() {
         (
             |_| vec![slot("momentum", Codec::Bf16)],
             "slot momentum of the update rule momentum_sgd has another format than the slot of this name of another rule, \
-             with which it shares memory: use one format, or another name",
+             with which it shares a state in checkpoints: use one format, or another name",
         ),
         (
             |_| vec![slot("average", Codec::Fp32); 2],

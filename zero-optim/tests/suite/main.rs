@@ -4,6 +4,8 @@ mod common;
 mod controller;
 #[cfg(not(miri))]
 mod deepspeed;
+#[cfg(not(miri))]
+mod few_bits;
 mod groups;
 #[cfg(all(target_os = "linux", not(miri)))]
 mod offloaded;

@@ -13,7 +13,7 @@ use zero_alloc::host::HostDevice;
 use zero_alloc::swap::SwapOptions;
 use zero_kernels::host::UpdateSlices;
 use zero_kernels::{
-    AdamHyper, Codec, KernelError, RULE_SCALARS, SettingError, Slot, StepPoint, UpdateForm,
+    AdamHyper, AverageCodecs, KernelError, RULE_SCALARS, SettingError, Slot, StepPoint, UpdateForm,
     UpdateRule,
 };
 use zero_optim::{
@@ -489,7 +489,7 @@ impl UpdateRule for Panics {
         self.adam.betas()
     }
 
-    fn slots(&self, averages: Codec) -> Vec<Slot> {
+    fn slots(&self, averages: AverageCodecs) -> Vec<Slot> {
         self.adam.slots(averages)
     }
 

@@ -4,7 +4,8 @@ use crate::support::{cases, huge_layout};
 use proptest::prelude::*;
 use zero_shard::{
     ActivationBytes, ActivationOptions, Layout, MemoryModel, ParamSpec, Placement, ShardError,
-    StateBytes, StepTraffic, Tier, TransformerShape, UnitSpec, Widths, ZeroStage, largest,
+    StateBytes, StepTraffic, Tier, TransformerShape, UnitSpec, Widths, WireFormat, ZeroStage,
+    largest,
 };
 
 fn state_bytes(stage: ZeroStage, elems: u64, ranks: u64) -> u64 {
@@ -81,7 +82,7 @@ fn widths_of_adam() {
     assert_eq!(Widths::new(4, 8, 8), Widths::FP32_ADAM);
     assert_eq!(Widths::new(2, 12, 1), Widths::MIXED_ADAM);
     assert_eq!(Widths::new(2, 12, 2), Widths::MIXED_ADAM_ACCUMULATING);
-    let total = |w: Widths| w.param_bytes + w.grad_bytes + w.optimizer_bytes;
+    let total = |w: Widths| w.param_bytes + w.grad_bytes + w.optimizer.block_bytes;
     let all = [
         Widths::FP32_ADAM,
         Widths::MIXED_ADAM,
@@ -351,7 +352,7 @@ fn tiers_hold_what_is_placed_on_them() {
 
     // A rule without state, such as SGD on fp32 parameters, has the same gradients and copies.
     let stateless = Widths {
-        optimizer_bytes: 0,
+        optimizer: WireFormat::plain(0),
         ..Widths::MIXED_ADAM
     };
     let placement = Placement::offload_optimizer(Tier::Host);

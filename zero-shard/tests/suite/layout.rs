@@ -12,8 +12,16 @@ fn plain_flat(layout: &Layout, unit: usize) -> Vec<Option<u64>> {
     let placed = &layout.units()[unit];
     let mut flat = Vec::new();
     let mut global: u64 = layout.units()[..unit].iter().map(|u| u.numel_elems).sum();
+    let options = layout.options();
+    let mut was_small = false;
     for p in &placed.params {
-        while !(flat.len() as u64).is_multiple_of(layout.options().param_align_elems) {
+        let numel = p.shape.iter().product::<u64>();
+        let is_odd = !numel.is_multiple_of(options.param_align_elems);
+        let is_small =
+            options.packed_below_elems > 0 && (is_odd || numel < options.packed_below_elems);
+        let is_packed = is_small && was_small;
+        was_small = is_small;
+        while !is_packed && !(flat.len() as u64).is_multiple_of(options.param_align_elems) {
             flat.push(None);
         }
         for _ in 0..p.shape.iter().product::<u64>() {

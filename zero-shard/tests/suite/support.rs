@@ -68,7 +68,14 @@ pub(crate) fn laid_out(
 
 /// Small layouts over small worlds.
 pub(crate) fn small_layout() -> impl Strategy<Value = Layout> {
-    (small_units(), 1u64..10, 1u64..9, 1u64..6).prop_map(|(u, n, a, p)| laid_out(&u, n, a, p))
+    let small = (small_units(), 1u64..10, 1u64..9, 1u64..6, 0u64..12);
+    small.prop_map(|(units, ranks, shard_align, param_align, packed_below)| {
+        let options = LayoutOptions::default()
+            .shard_align_elems(shard_align)
+            .param_align_elems(param_align)
+            .packed_below_elems(packed_below);
+        Layout::with_options(&units, ranks, options).expect("a layout that fits")
+    })
 }
 
 /// Up to 10^13 elements over up to 65,536 ranks.

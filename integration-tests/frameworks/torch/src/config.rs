@@ -30,6 +30,8 @@ pub(crate) struct Settings {
     weight_decay: f64,
     decoupled: bool,
     bias_correction: bool,
+    /// The format of the moments, of a type such as `AdamW8bit`.
+    moments: String,
     /// JSON; none for a constant rate.
     scheduler: Option<String>,
     /// JSON.
@@ -56,6 +58,7 @@ fn refuse_missing(file: &DsConfig) -> Result<(), String> {
     let write_loss = "set enabled to false, and write engine.loss in the program";
     let shard_all = "remove it: states are sharded over all ranks";
     let one = "remove it: each rank has whole rows and whole layers";
+    let exact = "remove it: gradients and parameters travel as they are";
     let on_device = "remove it: shards stay in the memory of their rank";
     let more_than_one = |ranks: Option<u64>| ranks.is_some_and(|ranks| ranks > 1);
     let keys = [
@@ -78,6 +81,21 @@ fn refuse_missing(file: &DsConfig) -> Result<(), String> {
             zero.mics_shard_ranks.is_some(),
             "zero_optimization.mics_shard_size",
             shard_all,
+        ),
+        (
+            zero.quantized_weights,
+            "zero_optimization.zero_quantized_weights",
+            exact,
+        ),
+        (
+            zero.quantized_gradients,
+            "zero_optimization.zero_quantized_gradients",
+            exact,
+        ),
+        (
+            zero.quantized_frozen,
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            exact,
         ),
         (
             more_than_one(file.sequence_ranks),
@@ -178,6 +196,10 @@ fn settings_of(file: DsConfig, ranks: u64) -> Result<Settings, String> {
         weight_decay: hyper.weight_decay,
         decoupled: hyper.decoupled,
         bias_correction: hyper.bias_correction,
+        moments: optimizer
+            .and_then(|optimizer| optimizer.moments)
+            .unwrap_or_default()
+            .to_string(),
         scheduler,
         scaling: json(&scaling)?,
         warnings,

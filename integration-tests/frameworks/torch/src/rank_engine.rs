@@ -17,7 +17,7 @@ use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
 use zero_optim::framework::{Builder, FrameworkError, HeldUnit, Rank, Step, Zero};
-use zero_optim::{GroupRules, OptimizerConfig};
+use zero_optim::{GroupRules, Moments, OptimizerConfig, StateFormat};
 use zero_shard::ZeroStage;
 
 use crate::connect::Comm;
@@ -147,6 +147,7 @@ struct Made<'a> {
     stage: ZeroStage,
     dtypes: (DType, Option<DType>),
     optimizer: OptimizerConfig,
+    moments: Moments,
     micro_batches: usize,
     params: Vec<Param>,
     groups: Vec<Group>,
@@ -214,6 +215,7 @@ impl Made<'_> {
             .dtype(self.dtypes.0)
             .reduce_dtype(self.dtypes.1.unwrap_or(self.dtypes.0))
             .adamw(self.optimizer)
+            .format(StateFormat::default().moments(self.moments))
             .micro_batches(self.micro_batches)
             .prefetch(PrefetchOptions::default())
             .add_gradients()
@@ -259,11 +261,14 @@ impl Engine {
         stream: usize,
         limit_seconds: f64,
     ) -> PyResult<Self> {
+        let optimizer: serde_json::Value = serde_json::from_str(optimizer).map_err(failed)?;
+        let moments = optimizer["moments"].as_str().unwrap_or("fp32").parse();
         let made = Made {
             stage: ZeroStage::from_number(stage.into())
                 .ok_or_else(|| PyValueError::new_err(format!("stage {stage}: expected 0 to 3")))?,
             dtypes: (dtype_of(dtype)?, reduce_dtype.map(dtype_of).transpose()?),
-            optimizer: serde_json::from_str(optimizer).map_err(failed)?,
+            optimizer: serde_json::from_value(optimizer).map_err(failed)?,
+            moments: moments.map_err(PyValueError::new_err)?,
             micro_batches,
             params,
             groups,

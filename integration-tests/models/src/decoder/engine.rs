@@ -1,15 +1,18 @@
 //! The parameters, buffers, threads and batch of a model on the host, and the operations over them.
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use half::bf16;
 use zero_alloc::device::{AnySlice, DType, DeviceError, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::HostStream;
 use zero_trainer::{Batch, ModelError, Pass};
 
 use super::buffers::Buffers;
 use super::operations::Operations;
-use super::params::{self, Flat, ParamRanges};
+use super::params::{self, Flat, FlatUnit, ParamRanges, PassKind};
 use crate::ops::Threads;
+use crate::ops::bf16::Bf16Products;
 use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
 
@@ -43,8 +46,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Enqueues `work` on the threads of this rank. It receives the flat parameters of the pass in
-    /// fp32 and the gradients, both as host slices.
+    /// Enqueues `work` on the threads of this rank. It receives the flat parameters of the pass, in fp32
+    /// or for products in bf16, and the gradients, both as host slices.
     pub(super) fn enqueue(
         &self,
         stream: &HostStream,
@@ -58,6 +61,12 @@ impl Engine {
         let ranges = Arc::clone(&self.ranges);
         let threads = self.threads.clone();
         let upcast = self.buffers.upcast;
+        let products = self.ops.products;
+        let kind = match pass {
+            0 => PassKind::Embedding,
+            _ if pass + 1 == self.passes.len() => PassKind::Head,
+            _ => PassKind::Block,
+        };
         let table = self.buffers.table;
         let params = params.to_vec();
         let grads = grads.to_vec();
@@ -70,7 +79,14 @@ impl Engine {
                 let mut flats = Vec::with_capacity(params.len());
                 let mut used = 0;
                 for slice in params {
-                    flats.push(in_fp32(slice, upcast, &mut used)?);
+                    let vectors = match flats.is_empty() {
+                        true => ranges.vectors(kind),
+                        false => Vec::new(),
+                    };
+                    flats.push(match products {
+                        Some(products) => in_bf16(slice, upcast, &mut used, &vectors, products)?,
+                        None => FlatUnit::F32(in_fp32(slice, upcast, &mut used)?),
+                    });
                 }
                 let on_host = |grad: DeviceSlice<f32>| {
                     // SAFETY: `check` found host memory, and that the gradients overlap neither one
@@ -154,4 +170,32 @@ fn in_fp32<'a>(
     params::upcast(slice, out)?;
     // SAFETY: as above; the writable view has ended.
     Ok(unsafe { copy.as_host() })
+}
+
+/// Returns the flat parameter as it is, with a copy of its `vectors` in `upcast`, behind its first `used`
+/// elements.
+fn in_bf16<'a>(
+    slice: AnySlice,
+    upcast: DeviceSlice<f32>,
+    used: &mut usize,
+    vectors: &[Range<usize>],
+    products: Bf16Products,
+) -> Result<FlatUnit<'a>, DeviceError> {
+    // SAFETY: `check` found host memory, apart from what the pass writes; its maker promised ordered
+    // accesses.
+    let elems = unsafe { slice.typed::<bf16>()?.as_host() };
+    let copy = upcast.slice(*used..*used + slice.len());
+    *used += slice.len();
+    // SAFETY: as in `in_fp32`.
+    let out = unsafe { copy.as_host_mut() };
+    for range in vectors {
+        let pairs = out[range.clone()].iter_mut().zip(&elems[range.clone()]);
+        pairs.for_each(|(out, elem)| *out = elem.to_f32());
+    }
+    Ok(FlatUnit::Bf16 {
+        elems,
+        // SAFETY: as above; the writable view has ended.
+        vectors: unsafe { copy.as_host() },
+        products,
+    })
 }

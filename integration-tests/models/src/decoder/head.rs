@@ -7,7 +7,7 @@ use super::operations::Operations;
 use super::params::Flat;
 use super::slices::{HeadView, ScratchView};
 use crate::ops::cross_entropy;
-use crate::ops::linear::{Linear, MatrixOrder};
+use crate::ops::linear::{Linear, MatrixOrder, Weight};
 
 /// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`.
 pub(super) fn logits(out: &mut [f32], x: &[f32], p: &Flat<'_>, vocab: usize) {
@@ -16,7 +16,7 @@ pub(super) fn logits(out: &mut [f32], x: &[f32], p: &Flat<'_>, vocab: usize) {
 }
 
 /// The head: w `[vocab, c]`.
-pub(super) fn layer(w: &[f32], vocab: usize) -> Linear<'_> {
+pub(super) fn layer(w: Weight<'_>, vocab: usize) -> Linear<'_> {
     Linear::of_matrix(w, vocab, MatrixOrder::OutputsFirst)
 }
 

@@ -1,4 +1,5 @@
-//! Decoder-only transformers on the host, in fp32: passes, buffers, blocks, the head and its loss. A
+//! Decoder-only transformers on the host, in fp32, with products in bf16 where parameters are and the CPU
+//! has instructions for them ([`crate::ops::bf16`]): passes, buffers, blocks, the head and its loss. A
 //! family of models chooses their sizes and parts ([`DecoderConfig`]).
 //!
 //! Buffers and their lifetimes, with M = batch x seq tokens and C the width:
@@ -10,7 +11,7 @@
 //! | `head` | M x C, and the statistics of its norm | forward to backward of the head |
 //! | `scratch` | gradients of activations and the logits | a backward pass; `dres` also until the next one |
 //! | `table` | angles of the rotary embedding | the model's |
-//! | `upcast` | the parameters of a pass | within a pass; only for 16-bit parameters |
+//! | `upcast` | the parameters of a pass | within a pass; only for 16-bit parameters, and of them only the vectors if products are in bf16 |
 
 pub(crate) mod block;
 pub(crate) mod block_params;
@@ -41,6 +42,7 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_trainer::{Batch, Grad, Model, ModelError, ModelRanks};
 
 use crate::ops::Threads;
+use crate::ops::bf16::Bf16Products;
 use crate::ops::dropout::Draws;
 use crate::options::ModelOptions;
 use crate::tensor::TensorRank;
@@ -87,7 +89,7 @@ impl Decoder {
         let upcast = if options.dtype == DType::F32 {
             0
         } else {
-            widest_pass(&passes, &units)
+            widest_pass(&passes, &units, &options)?
         };
         let own = config.cut(rank.ranks);
         let exchanges = Exchanges::new(&own, &options);
@@ -106,13 +108,14 @@ impl Decoder {
             .filter(|_| options.partition_activations)
             .map(|comm| PartRows::new(pool.device(), comm, erase(ring), erase(&buffers.parts)));
         let engine = Engine {
-            ranges: Arc::new(ParamRanges::new(config, &units)),
+            ranges: Arc::new(ParamRanges::new(config, &units, &options)?),
             ops: Arc::new(Operations {
                 config: own,
                 options: options.clone(),
                 part,
                 tensor: rank,
                 exchanges,
+                products: Bf16Products::of_run(options.dtype),
             }),
             options,
             passes,

@@ -7,9 +7,10 @@ use zero_alloc::device::DeviceSlice;
 use super::block::{Block, Positions};
 use super::block_params::BlockParams;
 use super::config::DecoderConfig;
-use super::params::{Flat, split_ranges};
+use super::params::{Flat, FlatUnit, split_ranges};
 use super::sequence_part::{Exchanges, SequencePart};
 use super::slices::{BlockSlices, HeadView, ScratchSlices, ScratchView};
+use crate::ops::bf16::Bf16Products;
 use crate::ops::dropout::{Draws, Dropout};
 use crate::ops::linear::{self, Linear};
 use crate::ops::norm::Norm;
@@ -66,6 +67,8 @@ pub(super) struct Operations {
     pub(super) part: SequencePart,
     pub(super) tensor: TensorRank,
     pub(super) exchanges: Exchanges,
+    /// How products in bf16 are computed; `None` in runs of other types, and on other CPUs.
+    pub(super) products: Option<Bf16Products>,
 }
 
 impl Operations {
@@ -86,6 +89,7 @@ impl Operations {
             d: config.head_dim,
             window: config.window_of(layer, seq),
             scale: config.scale_of(layer),
+            products: self.products,
         }
     }
 
@@ -116,20 +120,22 @@ impl Operations {
     /// The block of a pass.
     fn block<'a>(&'a self, p: &Flat<'a>) -> Block<'a, Linear<'a>> {
         let config = &self.config;
-        let of = p.ranges.block.clone().map(|range| &p.flats[0][range]);
-        let linear = |[weight, bias]: [&'a [f32]; 2], outputs: usize| Linear {
-            weight,
-            bias,
+        let unit = p.flats[0];
+        let of = p.ranges.block.clone();
+        let vectors = |ranges: [Range<usize>; 2]| ranges.map(|range| unit.vector(range));
+        let linear = |[weight, bias]: [Range<usize>; 2], outputs: usize| Linear {
+            weight: unit.matrix(weight),
+            bias: unit.vector(bias),
             outputs,
             order: config.order,
         };
         Block {
             config,
-            norm1: self.norm(of.norm1),
+            norm1: self.norm(vectors(of.norm1)),
             qkv: linear(of.qkv, config.qkv_width()),
-            qk_norm: of.qk_norm,
+            qk_norm: unit.vector(of.qk_norm),
             output: linear(of.output, config.width),
-            norm2: self.norm(of.norm2),
+            norm2: self.norm(vectors(of.norm2)),
             up: linear(of.up, config.up_width()),
             down: linear(of.down, config.width),
         }
@@ -429,11 +435,15 @@ impl Operations {
     pub(super) fn embed(&self, x: &mut [f32], p: &Flat<'_>) {
         let c = self.config.width;
         let local = self.tensor.of_batch(p.batch, self.config.vocab);
-        let [tokens, positions] = p.params(&[p.ranges.tokens.clone(), p.ranges.positions.clone()]);
+        let ranges = [p.ranges.tokens.clone(), p.ranges.positions.clone()];
+        let rows = self.rows(p, &local);
         // The first rank adds the positions.
-        match !positions.is_empty() && self.tensor.is_first() {
-            true => embedding::forward(x, self.rows(p, &local), tokens, positions, c),
-            false => embedding::forward_tokens(x, &local, tokens, c),
+        let is_added = !ranges[1].is_empty() && self.tensor.is_first();
+        match p.flats[0] {
+            FlatUnit::F32(elems) => embed(x, rows, ranges.map(|range| &elems[range]), is_added, c),
+            FlatUnit::Bf16 { elems, .. } => {
+                embed(x, rows, ranges.map(|range| &elems[range]), is_added, c);
+            }
         }
     }
 
@@ -466,7 +476,7 @@ impl Operations {
 
     /// The last norm of a pass of the head.
     fn last_norm<'a>(&self, p: &Flat<'a>) -> Norm<'a> {
-        self.norm(p.params(&p.ranges.norm))
+        self.norm(p.ranges.norm.clone().map(|range| p.flats[0].vector(range)))
     }
 
     /// `h.out`, the last norm of `x`.
@@ -499,6 +509,20 @@ impl Operations {
     ) {
         let grads = dnorm.split_at_mut(self.config.width).into();
         self.last_norm(p).backward(dx, grads, dout, x, h.stats);
+    }
+}
+
+/// The embedding of tokens, with positions or without.
+fn embed<T: Copy + Sync + Into<f32>>(
+    x: &mut [f32],
+    rows: embedding::BatchTokens<'_>,
+    [tokens, positions]: [&[T]; 2],
+    adds_positions: bool,
+    c: usize,
+) {
+    match adds_positions {
+        true => embedding::forward(x, rows, tokens, positions, c),
+        false => embedding::forward_tokens(x, rows.tokens, tokens, c),
     }
 }
 

@@ -6,13 +6,24 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Element};
 use zero_kernels::{Float, host};
-use zero_shard::{ParamSpec, UnitSpec};
-use zero_trainer::Batch;
+use zero_shard::{BlockFormat, Layout, ParamPlacement, ParamSpec, UnitLayout, UnitSpec};
+use zero_trainer::{Batch, ModelError};
 
 use super::block_params::BlockParams;
 use super::config::DecoderConfig;
+use crate::ModelOptions;
+use crate::ops::bf16::Bf16Products;
 use crate::ops::dropout::Draws;
+use crate::ops::linear::Weight;
 use crate::ops::rows_per_thread;
+
+/// The kinds of passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PassKind {
+    Embedding,
+    Block,
+    Head,
+}
 
 /// The range of each parameter in the flat parameter of its unit; empty for those that the family
 /// does not have.
@@ -27,36 +38,91 @@ pub(crate) struct ParamRanges {
 }
 
 impl ParamRanges {
+    /// The parameters of a pass that are not matrices, in the first unit that it reads: norms
+    /// and biases.
+    pub(crate) fn vectors(&self, kind: PassKind) -> Vec<Range<usize>> {
+        let of = &self.block;
+        match kind {
+            PassKind::Embedding => Vec::new(),
+            PassKind::Block => {
+                let norms = [&of.norm1, &of.norm2].into_iter().flatten();
+                let biases = [&of.qkv, &of.output, &of.up, &of.down].map(|[_, bias]| bias);
+                norms.chain(biases).chain([&of.qk_norm]).cloned().collect()
+            }
+            PassKind::Head => self.norm.to_vec(),
+        }
+    }
+
     /// Those of a rank's `units`.
-    pub(crate) fn new(config: &DecoderConfig, units: &[UnitSpec]) -> Self {
+    ///
+    /// # Errors
+    /// Parameters that a pass reads as one are apart.
+    pub(crate) fn new(
+        config: &DecoderConfig,
+        units: &[UnitSpec],
+        options: &ModelOptions,
+    ) -> Result<Self, ModelError> {
+        let layout = Layout::with_options(units, 1, options.layout.clone())?;
+        let units = layout.units();
         let mut embeddings = config.embedding_params().into_iter();
         let [tokens, positions] = [(); 2].map(|()| embeddings.next());
         let [first, block, last] = [units.first(), units.get(1), units.last()];
         let norm = config.norm_params(config.names.norm);
-        Self {
+        let block_params = config.block_params(0);
+        let mut neighbours = Ok(());
+        let block = block_params.map(|params| {
+            if let Err(apart) = check_neighbours(block, &params) {
+                neighbours = Err(apart);
+            }
+            range_of(block, &params)
+        });
+        neighbours?;
+        Ok(Self {
             tokens: range_of(first, tokens.as_slice()),
             positions: range_of(first, positions.as_slice()),
-            block: config
-                .block_params(0)
-                .map(|params| range_of(block, &params)),
+            block,
             norm: norm.map(|params| range_of(last, &params)),
             head: range_of(last, config.head_matrix().as_slice()),
-        }
+        })
     }
 }
 
 /// The elements of neighbouring parameters in their unit.
-fn range_of(unit: Option<&UnitSpec>, params: &[ParamSpec]) -> Range<usize> {
-    let mut end = 0;
+fn range_of(unit: Option<&UnitLayout>, params: &[ParamSpec]) -> Range<usize> {
     let mut found: Option<Range<usize>> = None;
-    for param in unit.into_iter().flat_map(|unit| &unit.params) {
-        let start = end;
-        end += param.shape.iter().product::<u64>() as usize;
-        if params.iter().any(|other| other.name == param.name) {
-            found = Some(found.map_or(start, |found| found.start)..end);
-        }
+    for placed in placed(unit, params) {
+        let Range { start, end } = placed.range();
+        let start = found.map_or(start as usize, |found| found.start);
+        found = Some(start..end as usize);
     }
     found.unwrap_or_default()
+}
+
+/// The places of these parameters in their unit.
+fn placed<'a>(
+    unit: Option<&'a UnitLayout>,
+    params: &'a [ParamSpec],
+) -> impl Iterator<Item = &'a ParamPlacement> {
+    let all = unit.into_iter().flat_map(|unit| &unit.params);
+    all.filter(|placed| params.iter().any(|other| other.name == placed.name))
+}
+
+/// Checks that the layout has no gap between parameters that a pass reads as one.
+fn check_neighbours(unit: Option<&UnitLayout>, params: &[ParamSpec]) -> Result<(), ModelError> {
+    let mut end = None;
+    for placed in placed(unit, params) {
+        let start = placed.range().start;
+        if end.is_some_and(|end| end != start) {
+            return Err(ModelError::from(format!(
+                "{} and the parameter before it are one matrix here, and have to be multiples of {} elements for state in \
+                 blocks: choose other sizes, or --moments fp32",
+                placed.name,
+                BlockFormat::ALIGN_ELEMS
+            )));
+        }
+        end = Some(placed.range().end);
+    }
+    Ok(())
 }
 
 /// Takes ranges of `flat` that do not overlap, in any order: cut units begin with what is cut.
@@ -79,10 +145,42 @@ pub(crate) fn split_ranges<'a>(flat: &'a mut [f32]) -> impl FnMut(Range<usize>) 
     }
 }
 
-/// The flat parameters of a pass in fp32, of the units that it reads, and its inputs.
+/// The flat parameter of a unit.
+#[derive(Clone, Copy)]
+pub(crate) enum FlatUnit<'a> {
+    F32(&'a [f32]),
+    /// For products in bf16. `vectors` has [`ParamRanges::vectors`] in fp32, at their places.
+    Bf16 {
+        elems: &'a [bf16],
+        vectors: &'a [f32],
+        products: Bf16Products,
+    },
+}
+
+impl<'a> FlatUnit<'a> {
+    /// A matrix.
+    pub(crate) fn matrix(self, range: Range<usize>) -> Weight<'a> {
+        match self {
+            Self::F32(elems) => Weight::F32(&elems[range]),
+            Self::Bf16 {
+                elems, products, ..
+            } => Weight::Bf16(&elems[range], products),
+        }
+    }
+
+    /// A parameter of [`ParamRanges::vectors`].
+    pub(crate) fn vector(self, range: Range<usize>) -> &'a [f32] {
+        match self {
+            Self::F32(elems) => &elems[range],
+            Self::Bf16 { vectors, .. } => &vectors[range],
+        }
+    }
+}
+
+/// The flat parameters of a pass, of the units that it reads, and its inputs.
 pub(crate) struct Flat<'a> {
     pub(crate) ranges: &'a ParamRanges,
-    pub(crate) flats: Vec<&'a [f32]>,
+    pub(crate) flats: Vec<FlatUnit<'a>>,
     /// The block of the pass, from 0.
     pub(crate) layer: usize,
     /// The architecture's constants.
@@ -98,18 +196,13 @@ pub(crate) struct Flat<'a> {
 impl<'a> Flat<'a> {
     /// The head's matrix `[vocab, c]`, of `elems` elements, behind which may be padding of tensor
     /// parallelism; if tied, the embedding's.
-    pub(crate) fn head_weight(&self, elems: usize) -> &'a [f32] {
-        match self.flats[..] {
-            [_, embedding, ..] => &embedding[self.ranges.tokens.start..][..elems],
-            [head] => &head[self.ranges.head.start..][..elems],
-            [] => &[],
-        }
-    }
-
-    /// The parameters in `ranges` of the first unit that the pass reads.
-    pub(crate) fn params<const N: usize>(&self, ranges: &[Range<usize>; N]) -> [&'a [f32]; N] {
-        let flat = self.flats[0];
-        ranges.clone().map(|range| &flat[range])
+    pub(crate) fn head_weight(&self, elems: usize) -> Weight<'a> {
+        let (unit, first) = match self.flats[..] {
+            [_, embedding, ..] => (embedding, self.ranges.tokens.start),
+            [head] => (head, self.ranges.head.start),
+            [] => return Weight::F32(&[]),
+        };
+        unit.matrix(first..first + elems)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The passes of a decoder, and the check of its batches.
 
-use zero_shard::UnitSpec;
+use zero_shard::{Layout, UnitSpec};
 use zero_trainer::{Batch, IGNORED, ModelError, Pass};
 
 use crate::options::ModelOptions;
@@ -24,20 +24,17 @@ pub(crate) fn passes(layers: usize, tied: bool) -> Vec<Pass> {
     passes
 }
 
-pub(super) fn widest_pass(passes: &[Pass], units: &[UnitSpec]) -> usize {
-    // The slices that a pass receives have no padding.
-    let numel = |&u: &usize| {
-        units[u]
-            .params
-            .iter()
-            .map(|p| p.shape.iter().product::<u64>() as usize)
-            .sum::<usize>()
-    };
-    passes
+pub(super) fn widest_pass(
+    passes: &[Pass],
+    units: &[UnitSpec],
+    options: &ModelOptions,
+) -> Result<usize, ModelError> {
+    let layout = Layout::with_options(units, 1, options.layout.clone())?;
+    let used = |&unit: &usize| layout.units()[unit].used_elems() as usize;
+    let reads = passes
         .iter()
-        .map(|p| p.forward_reads.iter().map(numel).sum())
-        .max()
-        .unwrap_or(0)
+        .map(|p| p.forward_reads.iter().map(used).sum());
+    Ok(reads.max().unwrap_or(0))
 }
 
 /// Checks the lengths of a batch, and that documents begin before their tokens.

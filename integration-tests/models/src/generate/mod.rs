@@ -287,6 +287,7 @@ impl Activations {
             d,
             window: window.min(tokens),
             scale,
+            products: None,
         };
         let masks = attention::Masks::default();
         attention::forward(&mut self.attended, &mut self.lse, &self.qkv, masks, shape);

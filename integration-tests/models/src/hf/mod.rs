@@ -15,6 +15,7 @@
 //!
 //! Not supported: downloads, pickled files (`pytorch_model.bin`).
 
+mod bitsandbytes;
 pub mod companions;
 mod tensors;
 pub mod tokenizer_files;
@@ -49,6 +50,13 @@ pub enum HfError {
     /// The path is not a folder.
     #[error("{}: the model folder does not exist or is not a folder", path.display())]
     NoFolder { path: PathBuf },
+    /// A matrix in 4 bits is damaged.
+    #[error("{}: tensor {name:?} of bitsandbytes: {why}; save the model again", path.display())]
+    Packed {
+        path: PathBuf,
+        name: String,
+        why: String,
+    },
     /// `config.json` could not be read.
     #[error("{}: failed to read the file: {source}", path.display())]
     Read { path: PathBuf, source: io::Error },
@@ -361,10 +369,10 @@ impl HfFolder {
         let start = range.start;
         match &self.source {
             TensorSource::Files { weights, stored } => {
-                let stored = stored.get(name).ok_or_else(|| HfError::UnknownParameter {
+                let read = stored.read(weights, name, range, out);
+                read.ok_or_else(|| HfError::UnknownParameter {
                     name: name.to_owned(),
-                })?;
-                weights.read(stored, range, out)?;
+                })??;
             }
             TensorSource::Checkpoint { reader, .. } => {
                 reader.read_param(MASTER, name, range, out)?

@@ -2,11 +2,13 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use zero_ckpt::{CkptError, TensorEntry, TensorFolder};
 
 use super::HfError;
+use super::bitsandbytes::{PackedMatrix, is_beside_matrix};
 use crate::ModelConfig;
 
 /// The matrix of an untied head.
@@ -83,6 +85,8 @@ pub(super) struct StoredNames {
     wrapper: String,
     /// The tensor of each parameter.
     of_param: HashMap<String, String>,
+    /// The parameters in 4 bits.
+    packed: HashMap<String, PackedMatrix>,
 }
 
 impl StoredNames {
@@ -98,11 +102,21 @@ impl StoredNames {
         };
 
         let mut of_param = HashMap::new();
+        let mut packed = HashMap::new();
         let mut defects = Vec::new();
         for param in config.units().into_iter().flat_map(|unit| unit.params) {
             let found = find(weights, &wrapper, config.prefix(), &param.name);
+            let matrix = match found {
+                Some((tensor, _)) => PackedMatrix::open(weights, &tensor.name)?,
+                None => None,
+            };
             let kind = match found {
                 None => DefectKind::Missing,
+                Some((tensor, _)) if matrix.as_ref().is_some_and(|m| m.shape == param.shape) => {
+                    of_param.insert(param.name.clone(), tensor.name.clone());
+                    packed.extend(matrix.map(|matrix| (param.name, matrix)));
+                    continue;
+                }
                 Some((tensor, _)) if tensor.shape != param.shape => {
                     DefectKind::Shape(tensor.shape.clone())
                 }
@@ -123,7 +137,11 @@ impl StoredNames {
         }
 
         if defects.is_empty() {
-            return Ok(Self { wrapper, of_param });
+            return Ok(Self {
+                wrapper,
+                of_param,
+                packed,
+            });
         }
         let is_missing = defects.iter().any(|d| d.kind == DefectKind::Missing);
         let hint = if is_missing {
@@ -132,6 +150,21 @@ impl StoredNames {
             String::new()
         };
         Err(HfError::Tensors { defects, hint })
+    }
+
+    /// Reads elements `range` of a parameter; `None` if there is no such parameter.
+    pub(super) fn read(
+        &self,
+        weights: &TensorFolder,
+        param: &str,
+        range: Range<u64>,
+        out: &mut [f32],
+    ) -> Option<Result<(), HfError>> {
+        let tensor = self.get(param)?;
+        Some(match self.packed.get(param) {
+            Some(matrix) => matrix.read(weights, tensor, range, out),
+            None => weights.read(tensor, range, out).map_err(HfError::from),
+        })
     }
 
     /// The tensor of a parameter.
@@ -180,7 +213,11 @@ impl StoredNames {
             |name: &str| name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
         let is_head = |name: &str| self.without_wrapper(name) == Some(HEAD);
         let mut unused = names.filter(|name| {
-            !(used.contains(name) || is_mask(name) || is_head(name) && config.tied_head())
+            let is_beside = is_beside_matrix(weights, name);
+            !(used.contains(name)
+                || is_mask(name)
+                || is_beside
+                || is_head(name) && config.tied_head())
         });
         let first = unused.next()?;
         let path = weights.path().display();

@@ -48,7 +48,11 @@ impl LlamaConfig {
         keys: &Keys,
     ) -> Result<(Self, Vec<String>), ConfigError> {
         keys.expect("hidden_act", |v| v == "silu", "\"silu\"")?;
-        keys.expect("quantization_config", |_| false, "none")?;
+        keys.expect(
+            "quantization_config",
+            |v| v["quant_method"] == "bitsandbytes" && v["load_in_4bit"] == true,
+            "none, or 4 bits of bitsandbytes",
+        )?;
         keys.expect("num_local_experts", |_| false, "none")?;
         keys.expect("num_experts", |_| false, "none")?;
 

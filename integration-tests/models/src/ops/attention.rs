@@ -13,6 +13,7 @@ use faer::{Accum, MatMut, MatRef};
 use multiversion::multiversion;
 use rayon::prelude::*;
 
+use super::bf16::{Bf16Products, Elems, Operand};
 use super::dropout::{self, Dropout};
 use super::linear::{gemm, mat, mat_mut};
 use super::transpose::transpose;
@@ -37,6 +38,8 @@ pub struct Shape {
     pub window: usize,
     /// The factor of the scores.
     pub scale: f32,
+    /// Computes products of operands rounded to bf16; `None` for products in fp32.
+    pub products: Option<Bf16Products>,
 }
 
 /// What a batch changes of attention.
@@ -73,19 +76,20 @@ impl Shape {
     }
 
     /// Query, key and value `[seq, d]` of task `b * heads + h`.
-    fn qkv(self, qkv: &[f32], task: usize) -> [MatRef<'_, f32>; 3] {
-        let b = task / self.heads;
-        let all = mat(qkv, self.batch * self.seq, self.row()).subrows(b * self.seq, self.seq);
+    fn qkv(self, qkv: &[f32], task: usize) -> [Rows<'_>; 3] {
+        let first = task / self.heads * self.seq * self.row();
         self.heads_of(task)
-            .map(|head| all.subcols(head * self.d, self.d))
+            .map(|head| self.rows(&qkv[first + head * self.d..], self.row()))
     }
 
-    /// Writes the query, key or value (`part` 0, 1, 2) of a task to `out` `[d, seq]`. faer packs it
-    /// for every block of rows: fast only along its columns.
-    fn transposed(self, out: &mut [f32], qkv: &[f32], task: usize, part: usize) {
-        let row = self.row();
-        let first = task / self.heads * self.seq * row + self.heads_of(task)[part] * self.d;
-        transpose(out, &qkv[first..], row, self.seq);
+    /// The rows `[seq, d]` of a head from the first element of `data` on.
+    fn rows(self, data: &[f32], stride: usize) -> Rows<'_> {
+        Rows {
+            data,
+            rows: self.seq,
+            cols: self.d,
+            stride,
+        }
     }
 
     /// The keys that the rows `rows` see; `starts` of the sequence.
@@ -133,6 +137,134 @@ impl Shape {
     }
 }
 
+/// Rows of a matrix in memory.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    data: &'a [f32],
+    rows: usize,
+    cols: usize,
+    stride: usize,
+}
+
+impl<'a> Rows<'a> {
+    fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+        Self {
+            data,
+            rows,
+            cols,
+            stride: cols,
+        }
+    }
+
+    fn subrows(self, rows: Range<usize>) -> Self {
+        Self {
+            data: &self.data[rows.start * self.stride..],
+            rows: rows.len(),
+            ..self
+        }
+    }
+
+    fn mat(self) -> MatRef<'a, f32> {
+        MatRef::from_row_major_slice_with_stride(self.data, self.rows, self.cols, self.stride)
+    }
+
+    /// An operand of a product over the columns.
+    fn over_cols(self) -> Operand<'a> {
+        Operand::rows(Elems::F32(self.data), [self.rows, self.cols], self.stride)
+    }
+
+    /// An operand of a product over the rows.
+    fn over_rows(self) -> Operand<'a> {
+        Operand::columns(Elems::F32(self.data), [self.rows, self.cols], self.stride)
+    }
+}
+
+/// A matrix `[seq, d]` with its transpose, where products read that.
+struct Turned<'a> {
+    rows: Rows<'a>,
+    transpose: MatRef<'a, f32>,
+}
+
+impl<'a> Turned<'a> {
+    /// Writes the transpose `[d, seq]` to `scratch` for products in fp32: faer packs it for every block of
+    /// rows, fast only along its columns.
+    fn new(rows: Rows<'a>, scratch: &'a mut [f32], shape: Shape) -> Self {
+        if shape.products.is_none() {
+            transpose(scratch, rows.data, rows.stride, rows.rows);
+        }
+        Self {
+            rows,
+            transpose: mat(scratch, rows.cols, rows.rows),
+        }
+    }
+}
+
+/// Products of a block of rows. Those in bf16 have no factor: [`Shape::scale_after`] multiplies by it.
+impl Shape {
+    /// `out = factor x y^T`: the rows `keys` of y.
+    fn scores(self, out: &mut [f32], x: Rows<'_>, y: &Turned<'_>, keys: Range<usize>, factor: f32) {
+        let out = mat_mut(out, x.rows, keys.len());
+        match self.products {
+            None => {
+                let y = y.transpose.subcols(keys.start, keys.len());
+                gemm(out, Accum::Replace, x.mat(), y, factor);
+            }
+            Some(products) => {
+                let y = y.rows.subrows(keys);
+                products.product_on_thread(out, false, &x.over_cols(), &y.over_cols());
+            }
+        }
+    }
+
+    /// `out = factor p y`.
+    fn weighted(self, out: MatMut<'_, f32>, p: Rows<'_>, y: Rows<'_>, factor: f32) {
+        match self.products {
+            None => gemm(out, Accum::Replace, p.mat(), y.mat(), factor),
+            Some(products) => {
+                products.product_on_thread(out, false, &p.over_cols(), &y.over_rows());
+            }
+        }
+    }
+
+    /// `out += factor p^T y`. `turned` is scratch memory of p's size.
+    fn add_weighted(
+        self,
+        out: MatMut<'_, f32>,
+        p: Rows<'_>,
+        y: Rows<'_>,
+        turned: &mut [f32],
+        factor: f32,
+    ) {
+        match self.products {
+            None => {
+                transpose(turned, p.data, p.cols, p.rows);
+                gemm(
+                    out,
+                    Accum::Add,
+                    mat(turned, p.cols, p.rows),
+                    y.mat(),
+                    factor,
+                );
+            }
+            Some(products) => {
+                products.product_on_thread(out, true, &p.over_rows(), &y.over_rows());
+            }
+        }
+    }
+
+    /// Multiplies by the factor of the scores what products in bf16 computed without it.
+    fn scale_after(self, x: &mut [f32]) {
+        if self.products.is_some() {
+            multiply(x, self.scale);
+        }
+    }
+}
+
+#[multiversion(targets = "simd")]
+fn multiply(x: &mut [f32], factor: f32) {
+    x.iter_mut().for_each(|x| *x *= factor);
+}
+
 /// `out = softmax(scale q k^T, causal) v`; `lse` is written for the backward pass.
 pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], masks: Masks<'_>, shape: Shape) {
     let Shape { seq, heads, d, .. } = shape;
@@ -141,23 +273,18 @@ pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], masks: Masks<'_>, 
         .into_par_iter()
         .enumerate()
         .for_each(|(task, (mut out, lse))| {
-            let [q, _, v] = shape.qkv(qkv, task);
+            let [q, k, v] = shape.qkv(qkv, task);
             let starts = shape.starts_of(masks.starts, task);
             with_scratch(seq * (d + BLOCK + 1), |scratch| {
-                let (k, scratch) = scratch.split_at_mut(seq * d);
+                let (kt, scratch) = scratch.split_at_mut(seq * d);
                 let (factors, probs) = scratch.split_at_mut(seq);
-                shape.transposed(k, qkv, task, 1);
-                let k = mat(k, d, seq);
+                let k = Turned::new(k, kt, shape);
                 for rows in shape.blocks() {
                     let keys = shape.keys(rows.clone(), starts);
                     let probs = &mut probs[..rows.len() * keys.len()];
-                    gemm(
-                        mat_mut(probs, rows.len(), keys.len()),
-                        Accum::Replace,
-                        q.subrows(rows.start, rows.len()),
-                        k.subcols(keys.start, keys.len()),
-                        shape.scale,
-                    );
+                    let q = q.subrows(rows.clone());
+                    shape.scores(probs, q, &k, keys.clone(), shape.scale);
+                    shape.scale_after(probs);
                     let seen = Seen::new(shape, &rows, &keys, starts);
                     softmax_rows(probs, &mut lse[rows.clone()], seen);
                     if let Some(dropout) = masks.dropout {
@@ -168,13 +295,8 @@ pub fn forward(out: &mut [f32], lse: &mut [f32], qkv: &[f32], masks: Masks<'_>, 
                         }
                     }
                     let out = out.rb_mut().subrows_mut(rows.start, rows.len());
-                    gemm(
-                        out,
-                        Accum::Replace,
-                        mat(probs, rows.len(), keys.len()),
-                        v.subrows(keys.start, keys.len()),
-                        1.0,
-                    );
+                    let probs = Rows::new(probs, rows.len(), keys.len());
+                    shape.weighted(out, probs, v.subrows(keys), 1.0);
                 }
             });
         });
@@ -244,19 +366,11 @@ impl Head<'_> {
     /// Writes `dq`, and adds to `dk` and `dv`.
     fn backward(&self, mut dq: MatMut<'_, f32>, mut dk: MatMut<'_, f32>, mut dv: MatMut<'_, f32>) {
         let shape = self.shape;
-        let Shape {
-            batch,
-            seq,
-            heads,
-            d,
-            ..
-        } = shape;
+        let Shape { seq, heads, d, .. } = shape;
         let b = self.task / heads;
         let h = self.task % heads;
-        let [q, k, _] = shape.qkv(self.qkv, self.task);
-        let dout = mat(self.dout, batch * seq, heads * d)
-            .subrows(b * seq, seq)
-            .subcols(h * d, d);
+        let [q, k, v] = shape.qkv(self.qkv, self.task);
+        let dout = shape.rows(&self.dout[(b * seq * heads + h) * d..], heads * d);
         let lse = &self.lse[self.task * seq..][..seq];
         let starts = shape.starts_of(self.masks.starts, self.task);
 
@@ -265,10 +379,8 @@ impl Head<'_> {
             let (vt, scratch) = scratch.split_at_mut(seq * d);
             let (probs, scratch) = scratch.split_at_mut(seq * BLOCK);
             let (dprobs, turned) = scratch.split_at_mut(seq * BLOCK);
-            shape.transposed(kt, self.qkv, self.task, 1);
-            shape.transposed(vt, self.qkv, self.task, 2);
-            let kt = mat(kt, d, seq);
-            let vt = mat(vt, d, seq);
+            let k = Turned::new(k, kt, shape);
+            let v = Turned::new(v, vt, shape);
 
             for block in shape.blocks() {
                 let keys = shape.keys(block.clone(), starts);
@@ -276,21 +388,10 @@ impl Head<'_> {
                 let cols = keys.len();
                 let [probs, dprobs, turned] =
                     [&mut *probs, &mut *dprobs, &mut *turned].map(|x| &mut x[..rows * cols]);
-                let [q, dout] = [q, dout].map(|x| x.subrows(block.start, rows));
-                gemm(
-                    mat_mut(probs, rows, cols),
-                    Accum::Replace,
-                    q,
-                    kt.subcols(keys.start, cols),
-                    shape.scale,
-                );
-                gemm(
-                    mat_mut(dprobs, rows, cols),
-                    Accum::Replace,
-                    dout,
-                    vt.subcols(keys.start, cols),
-                    1.0,
-                );
+                let [q, dout] = [q, dout].map(|x| x.subrows(block.clone()));
+                shape.scores(probs, q, &k, keys.clone(), shape.scale);
+                shape.scale_after(probs);
+                shape.scores(dprobs, dout, &v, keys.clone(), 1.0);
 
                 let first = ((b * seq + block.start) * heads + h) * d;
                 let outputs = [&self.out[first..], &self.dout[first..]];
@@ -306,29 +407,14 @@ impl Head<'_> {
                 if self.masks.dropout.is_some() {
                     dropout::multiply(probs, turned);
                 }
-                gemm(
-                    dq.rb_mut().subrows_mut(block.start, rows),
-                    Accum::Replace,
-                    mat(dprobs, rows, cols),
-                    k.subrows(keys.start, cols),
-                    shape.scale,
-                );
-                transpose(turned, dprobs, cols, rows);
-                gemm(
-                    dk.rb_mut().subrows_mut(keys.start, cols),
-                    Accum::Add,
-                    mat(turned, cols, rows),
-                    q,
-                    shape.scale,
-                );
-                transpose(turned, probs, cols, rows);
-                gemm(
-                    dv.rb_mut().subrows_mut(keys.start, cols),
-                    Accum::Add,
-                    mat(turned, cols, rows),
-                    dout,
-                    1.0,
-                );
+                shape.scale_after(dprobs);
+                let [probs, dprobs] = [&*probs, &*dprobs].map(|x| Rows::new(x, rows, cols));
+                let dq = dq.rb_mut().subrows_mut(block.start, rows);
+                shape.weighted(dq, dprobs, k.rows.subrows(keys.clone()), shape.scale);
+                let dk = dk.rb_mut().subrows_mut(keys.start, cols);
+                shape.add_weighted(dk, dprobs, q, turned, shape.scale);
+                let dv = dv.rb_mut().subrows_mut(keys.start, cols);
+                shape.add_weighted(dv, probs, dout, turned, 1.0);
             }
         });
     }

@@ -21,7 +21,13 @@ pub struct BatchTokens<'a> {
 
 /// `x = wte[token] + wpe[position]`, the position of a token in its document. Tokens were checked
 /// against the vocabulary when the data was opened.
-pub fn forward(x: &mut [f32], rows: BatchTokens<'_>, wte: &[f32], wpe: &[f32], c: usize) {
+pub fn forward<T: Copy + Sync + Into<f32>>(
+    x: &mut [f32],
+    rows: BatchTokens<'_>,
+    wte: &[T],
+    wpe: &[T],
+    c: usize,
+) {
     let BatchTokens {
         tokens,
         starts,
@@ -35,7 +41,7 @@ pub fn forward(x: &mut [f32], rows: BatchTokens<'_>, wte: &[f32], wpe: &[f32], c
                 let row = chunk * rows + i;
                 let position = position(row, span, starts) * c;
                 if tokens[row] == IGNORED {
-                    x.copy_from_slice(&wpe[position..position + c]);
+                    widen(x, &wpe[position..position + c]);
                     continue;
                 }
                 let token = tokens[row] as usize * c;
@@ -44,7 +50,7 @@ pub fn forward(x: &mut [f32], rows: BatchTokens<'_>, wte: &[f32], wpe: &[f32], c
                     .zip(&wte[token..token + c])
                     .zip(&wpe[position..position + c])
                 {
-                    *x = e + p;
+                    *x = e.into() + p.into();
                 }
             }
         });
@@ -61,7 +67,12 @@ pub fn backward_positions(dwpe: &mut [f32], rows: BatchTokens<'_>, dx: &[f32], c
 }
 
 /// `x[i] = wte[token]`. Tokens were checked against the vocabulary when the data was opened.
-pub fn forward_tokens(x: &mut [f32], tokens: &[u32], wte: &[f32], c: usize) {
+pub fn forward_tokens<T: Copy + Sync + Into<f32>>(
+    x: &mut [f32],
+    tokens: &[u32],
+    wte: &[T],
+    c: usize,
+) {
     let rows = rows_per_thread(tokens.len());
     (x.par_chunks_mut(rows * c), tokens.par_chunks(rows))
         .into_par_iter()
@@ -69,10 +80,16 @@ pub fn forward_tokens(x: &mut [f32], tokens: &[u32], wte: &[f32], c: usize) {
             for (x, &token) in x.chunks_exact_mut(c).zip(tokens) {
                 match token {
                     IGNORED => x.fill(0.0),
-                    token => x.copy_from_slice(&wte[token as usize * c..][..c]),
+                    token => widen(x, &wte[token as usize * c..][..c]),
                 }
             }
         });
+}
+
+fn widen<T: Copy + Into<f32>>(x: &mut [f32], elems: &[T]) {
+    for (x, &elem) in x.iter_mut().zip(elems) {
+        *x = elem.into();
+    }
 }
 
 /// `dwte[token] += dx`, in the order of the rows, but not for the token `padding`.

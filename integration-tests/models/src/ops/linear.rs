@@ -4,12 +4,14 @@
 //!
 //! faer reads the second operand of a row-major product down its columns: one cache line an element
 //! if it is the transpose of a tensor. So weight gradients, and attention, transpose that operand
-//! first.
+//! first. Products in bf16 ([`super::bf16`]) pack both operands and transpose nothing.
 
 use faer::{Accum, MatMut, MatRef, Par};
+use half::bf16;
 use multiversion::multiversion;
 use rayon::prelude::*;
 
+use super::bf16::{Bf16Products, Elems, Operand};
 use super::transpose::transpose;
 use super::{rows_per_thread, with_scratch};
 
@@ -59,11 +61,41 @@ pub enum MatrixOrder {
     OutputsFirst,
 }
 
+/// The elements of a matrix.
+#[derive(Clone, Copy, Debug)]
+pub enum Weight<'a> {
+    /// Products are in fp32.
+    F32(&'a [f32]),
+    /// Products round their other operand, and both operands of a weight gradient, to bf16.
+    Bf16(&'a [bf16], Bf16Products),
+}
+
+impl Weight<'_> {
+    /// Its elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::F32(elems) => elems.len(),
+            Self::Bf16(elems, _) => elems.len(),
+        }
+    }
+
+    /// Whether it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl<'a> From<&'a [f32]> for Weight<'a> {
+    fn from(elems: &'a [f32]) -> Self {
+        Self::F32(elems)
+    }
+}
+
 /// A linear layer `y = x w + bias`: x `[rows, inputs]`, y `[rows, outputs]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear<'a> {
     /// The matrix, of `inputs * outputs` elements.
-    pub weight: &'a [f32],
+    pub weight: Weight<'a>,
     /// Empty if there is none.
     pub bias: &'a [f32],
     /// Elements of a row of y.
@@ -74,9 +106,9 @@ pub struct Linear<'a> {
 
 impl<'a> Linear<'a> {
     /// Without a bias.
-    pub fn of_matrix(weight: &'a [f32], outputs: usize, order: MatrixOrder) -> Self {
+    pub fn of_matrix(weight: impl Into<Weight<'a>>, outputs: usize, order: MatrixOrder) -> Self {
         Self {
-            weight,
+            weight: weight.into(),
             bias: &[],
             outputs,
             order,
@@ -88,29 +120,73 @@ impl<'a> Linear<'a> {
         self.weight.len() / self.outputs
     }
 
-    /// The matrix `[inputs, outputs]`.
-    fn matrix(&self) -> MatRef<'a, f32> {
+    /// The matrix `[inputs, outputs]` of `weight`.
+    fn matrix(&self, weight: &'a [f32]) -> MatRef<'a, f32> {
         match self.order {
-            MatrixOrder::InputsFirst => mat(self.weight, self.inputs(), self.outputs),
-            MatrixOrder::OutputsFirst => mat(self.weight, self.outputs, self.inputs()).transpose(),
+            MatrixOrder::InputsFirst => mat(weight, self.inputs(), self.outputs),
+            MatrixOrder::OutputsFirst => mat(weight, self.outputs, self.inputs()).transpose(),
+        }
+    }
+
+    /// The matrix of `weight` as an operand of products that sum over its inputs or over its outputs.
+    fn operand(&self, weight: &'a [bf16], sums_over: MatrixOrder) -> Operand<'a> {
+        let elems = Elems::Bf16(weight);
+        let [inputs, outputs] = [self.inputs(), self.outputs];
+        let shape = match self.order {
+            MatrixOrder::InputsFirst => [inputs, outputs],
+            MatrixOrder::OutputsFirst => [outputs, inputs],
+        };
+        match self.order == sums_over {
+            true => Operand::columns(elems, shape, shape[1]),
+            false => Operand::rows(elems, shape, shape[1]),
         }
     }
 
     /// `y = x w + bias`.
     pub fn forward(&self, y: &mut [f32], x: &[f32]) {
-        by_rows(y, x, self.outputs, self.inputs(), |y, x| {
-            panels(y, Accum::Replace, x, self.matrix());
-            if !self.bias.is_empty() {
-                add_rows(y, self.bias);
+        match self.weight {
+            Weight::F32(w) => by_rows(y, x, self.outputs, self.inputs(), |y, x| {
+                panels(y, Accum::Replace, x, self.matrix(w));
+                if !self.bias.is_empty() {
+                    add_rows(y, self.bias);
+                }
+            }),
+            Weight::Bf16(w, products) => {
+                let is_biased = !self.bias.is_empty();
+                if is_biased {
+                    y.par_chunks_mut(self.outputs)
+                        .for_each(|y| y.copy_from_slice(self.bias));
+                }
+                self.product_bf16(y, is_biased, x, w, products);
             }
-        });
+        }
     }
 
     /// `y = x w`.
     pub fn product(&self, y: &mut [f32], x: &[f32]) {
-        by_rows(y, x, self.outputs, self.inputs(), |y, x| {
-            panels(y, Accum::Replace, x, self.matrix());
-        });
+        match self.weight {
+            Weight::F32(w) => by_rows(y, x, self.outputs, self.inputs(), |y, x| {
+                panels(y, Accum::Replace, x, self.matrix(w));
+            }),
+            Weight::Bf16(w, products) => self.product_bf16(y, false, x, w, products),
+        }
+    }
+
+    /// `y = x w`, or `y += x w`.
+    fn product_bf16(
+        &self,
+        y: &mut [f32],
+        accumulate: bool,
+        x: &[f32],
+        w: &'a [bf16],
+        products: Bf16Products,
+    ) {
+        let n = self.outputs;
+        let k = self.inputs();
+        let m = y.len() / n;
+        let x = Operand::rows(Elems::F32(x), [m, k], k);
+        let w = self.operand(w, MatrixOrder::InputsFirst);
+        products.product(mat_mut(y, m, n), accumulate, &x, &w);
     }
 
     /// `y = residual + bias + x w`: the projection back onto the residual stream.
@@ -118,35 +194,60 @@ impl<'a> Linear<'a> {
         let n = self.outputs;
         let k = self.inputs();
         let rows = rows_per_thread(y.len() / n);
-        (
-            y.par_chunks_mut(rows * n),
-            residual.par_chunks(rows * n),
-            x.par_chunks(rows * k),
-        )
-            .into_par_iter()
-            .for_each(|(y, residual, x)| {
-                if self.bias.is_empty() {
-                    y.copy_from_slice(residual);
-                } else {
-                    sum_with_bias(y, residual, self.bias);
-                }
-                panels(y, Accum::Add, mat(x, y.len() / n, k), self.matrix());
-            });
+        let start = |y: &mut [f32], residual: &[f32]| match self.bias.is_empty() {
+            true => y.copy_from_slice(residual),
+            false => sum_with_bias(y, residual, self.bias),
+        };
+        let parts = (y.par_chunks_mut(rows * n), residual.par_chunks(rows * n));
+        match self.weight {
+            Weight::F32(w) => (parts.0, parts.1, x.par_chunks(rows * k))
+                .into_par_iter()
+                .for_each(|(y, residual, x)| {
+                    start(y, residual);
+                    panels(y, Accum::Add, mat(x, y.len() / n, k), self.matrix(w));
+                }),
+            Weight::Bf16(w, products) => {
+                parts
+                    .into_par_iter()
+                    .for_each(|(y, residual)| start(y, residual));
+                self.product_bf16(y, true, x, w, products);
+            }
+        }
     }
 
     /// `dx = dy w^T`.
     pub fn input_gradient(&self, dx: &mut [f32], dy: &[f32]) {
-        by_rows(dx, dy, self.inputs(), self.outputs, |dx, dy| {
-            panels(dx, Accum::Replace, dy, self.matrix().transpose());
-        });
+        let n = self.outputs;
+        let k = self.inputs();
+        match self.weight {
+            Weight::F32(w) => by_rows(dx, dy, k, n, |dx, dy| {
+                panels(dx, Accum::Replace, dy, self.matrix(w).transpose());
+            }),
+            Weight::Bf16(w, products) => {
+                let m = dx.len() / k;
+                let dy = Operand::rows(Elems::F32(dy), [m, n], n);
+                let w = self.operand(w, MatrixOrder::OutputsFirst);
+                products.product(mat_mut(dx, m, k), false, &dy, &w);
+            }
+        }
     }
 
     /// Adds the gradients of the matrix and, if there is one, of the bias.
     pub fn weight_gradient(&self, grads: [&mut [f32]; 2], x: &[f32], dy: &[f32]) {
         let [dw, dbias] = grads;
-        match self.order {
-            MatrixOrder::InputsFirst => add_weight_gradient(dw, x, dy, self.outputs),
-            MatrixOrder::OutputsFirst => add_weight_gradient(dw, dy, x, self.inputs()),
+        let (rows, cols, n) = match self.order {
+            MatrixOrder::InputsFirst => (x, dy, self.outputs),
+            MatrixOrder::OutputsFirst => (dy, x, self.inputs()),
+        };
+        match self.weight {
+            Weight::F32(_) => add_weight_gradient(dw, rows, cols, n),
+            Weight::Bf16(_, products) => {
+                let k = dw.len() / n;
+                let m = cols.len() / n;
+                let rows = Operand::columns(Elems::F32(rows), [m, k], k);
+                let cols = Operand::columns(Elems::F32(cols), [m, n], n);
+                products.product(mat_mut(dw, k, n), true, &rows, &cols);
+            }
         }
         if !dbias.is_empty() {
             add_column_sums(dbias, dy);
@@ -154,9 +255,16 @@ impl<'a> Linear<'a> {
     }
 }
 
-/// `y = x w`: w `[k, n]`.
-pub fn product(y: &mut [f32], x: &[f32], w: &[f32], n: usize) {
-    Linear::of_matrix(w, n, MatrixOrder::InputsFirst).product(y, x);
+/// `y = x w`: w `[k, n]`. `products` round both to bf16.
+pub fn product(y: &mut [f32], x: &[f32], w: &[f32], n: usize, products: Option<Bf16Products>) {
+    let Some(products) = products else {
+        return Linear::of_matrix(w, n, MatrixOrder::InputsFirst).product(y, x);
+    };
+    let m = y.len() / n;
+    let k = w.len() / n;
+    let x = Operand::rows(Elems::F32(x), [m, k], k);
+    let w = Operand::columns(Elems::F32(w), [k, n], n);
+    products.product(mat_mut(y, m, n), false, &x, &w);
 }
 
 /// `y = residual + (sum + bias)`; without a bias if that is empty.

@@ -1,11 +1,13 @@
-//! The operations of the reference trainer on the host, forward and backward, in fp32.
+//! The operations of the reference trainer on the host, forward and backward, in fp32; matrix products
+//! of bf16 runs are in bf16 on CPUs with instructions for them ([`bf16`]).
 //!
 //! All are plain functions over slices. They run in parallel over rows, in the rayon pool that
 //! calls them; each rank has one, [`Threads`]. The split of the rows depends only on the number of
-//! threads, so a rank's results do not depend on timing. Matrix products are faer's.
+//! threads, so a rank's results do not depend on timing. Matrix products in fp32 are faer's.
 
 pub mod activation;
 pub mod attention;
+pub mod bf16;
 pub mod cross_entropy;
 pub mod dropout;
 pub mod embedding;

@@ -9,7 +9,7 @@ use super::activation::Activation;
 use super::attention::{Masks, Shape};
 use super::cross_entropy::{STATISTICS, VocabPart};
 use super::dropout::Draws;
-use super::linear::{Linear, MatrixOrder};
+use super::linear::{Linear, MatrixOrder, Weight};
 use super::norm::{Norm, NormKind};
 use super::{Heads, Span, Threads, attention, cross_entropy, embedding, head_norm, rope, swiglu};
 use zero_trainer::{BatchRows, IGNORED};
@@ -390,7 +390,7 @@ proptest! {
         let bias = values(if biased { n } else { 0 }, seed ^ 2);
         let dy = values(m * n, seed ^ 3);
         let order = if outputs_first { MatrixOrder::OutputsFirst } else { MatrixOrder::InputsFirst };
-        let layer = Linear { weight: &stored, bias: &bias, outputs: n, order };
+        let layer = Linear { weight: Weight::F32(&stored), bias: &bias, outputs: n, order };
         on(threads, || {
             let all = if biased { bias.clone() } else { vec![0.0; n] };
             let onto = |start: &[f32]| matmul_onto_biased(start, &all, &bounded(&x), &bounded(&w), k);
@@ -498,7 +498,7 @@ proptest! {
     ) {
         let heads = kv_heads * group;
         let window = window.min(seq);
-        let shape = Shape { batch, seq, heads, kv_heads, d, window, scale };
+        let shape = Shape { batch, seq, heads, kv_heads, d, window, scale, products: None };
         let width = (heads + 2 * kv_heads) * d;
         let starts = documents(batch, seq, seed);
         let draws = Draws::new(BatchRows { seed, step: 3, first: 5 }, batch);

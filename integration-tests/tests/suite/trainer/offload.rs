@@ -17,7 +17,7 @@ use super::support::{Case, homes};
 use super::toy::{Toy, toys};
 
 /// A folder for scratch files, on a disk.
-fn folder() -> tempfile::TempDir {
+pub(super) fn folder() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 

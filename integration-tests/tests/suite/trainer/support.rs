@@ -17,14 +17,14 @@ use zero_data::{DataSource, Dataset};
 use zero_models::ModelOptions;
 use zero_models::hf::HfFolder;
 use zero_optim::OptimizerConfig;
-use zero_shard::{Layout, ParamSpec, Sharding, TensorCut, UnitSpec, ZeroStage};
+use zero_shard::{BlockFormat, Layout, ParamSpec, Sharding, TensorCut, UnitSpec, ZeroStage};
 use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{
     Batch, BatchAt, InitialWeights, Model, ModelError, ModelRanks, Pass, TrainError,
 };
 use zero_trainer::{
-    Home, MeshSettings, OffloadSettings, RankSummary, RunOptions, SHARD_ALIGN_ELEMS, Settings,
-    StepMetrics, ValidationOptions, Workload, run_on_threads,
+    Home, MeshSettings, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics,
+    ValidationOptions, Workload, run_on_threads,
 };
 
 pub(crate) use integration_tests::relative_error;
@@ -53,6 +53,7 @@ pub(crate) struct Case {
     pub(crate) optimizer: OptimizerConfig,
     pub(crate) groups: GroupSettings,
     pub(crate) offload: OffloadSettings,
+    pub(crate) quantised_frozen: Option<BlockFormat>,
     pub(crate) resume: Option<PathBuf>,
     pub(crate) validation: Option<ValidationOptions>,
     pub(crate) cancel: Arc<AtomicBool>,
@@ -80,6 +81,7 @@ impl Default for Case {
             optimizer: OptimizerConfig::default().max_grad_norm(1.0),
             groups: GroupSettings::default(),
             offload: OffloadSettings::default(),
+            quantised_frozen: None,
             resume: None,
             validation: None,
             cancel: Arc::default(),
@@ -280,6 +282,7 @@ impl Case {
             optimizer: self.optimizer.clone(),
             groups: self.groups.clone(),
             offload: self.offload.clone(),
+            quantised_frozen: self.quantised_frozen,
             limit: Duration::from_secs(60),
             ..Settings::new(stage, self.dtype, zero_models::param_kind)
         }
@@ -325,7 +328,8 @@ impl Case {
             Ok(())
         };
         let summaries = run_on_threads(self.ranks, 1, settings, workload, &options, &mut observe)?;
-        let layout = Layout::new(&workload.units(), self.ranks as u64, SHARD_ALIGN_ELEMS).unwrap();
+        let options = settings.layout_options();
+        let layout = Layout::with_options(&workload.units(), self.ranks as u64, options).unwrap();
         Ok(Outcome {
             steps,
             summaries,
@@ -365,6 +369,7 @@ impl Case {
                 partition_activations: self.partition_activations,
                 sequence_parallel: self.sequence_parallel,
                 activation_checkpointing: self.activation_checkpointing,
+                layout: self.settings().layout_options(),
                 ..ModelOptions::new(self.micro_batch, self.oracle.seq, self.dtype)
             },
             threads: 1,

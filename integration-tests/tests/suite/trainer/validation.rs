@@ -14,7 +14,7 @@ use super::toy::{Toy, toys};
 use super::volumes::memory_stays;
 use integration_tests::data;
 
-fn every(every: u64, windows: u64) -> Option<ValidationOptions> {
+pub(super) fn every(every: u64, windows: u64) -> Option<ValidationOptions> {
     let data = Arc::new(Dataset::open(&DataSource::at(data("tokens.u16.bin"))).unwrap());
     Some(ValidationOptions {
         data,

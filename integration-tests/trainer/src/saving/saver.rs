@@ -25,6 +25,7 @@ use zero_optim::StateKind;
 use crate::error::TrainError;
 use crate::rank::Rank;
 use crate::rank_exchange::RankExchange;
+use crate::stages::grad_errors::SavedErrors;
 
 /// Saves of one rank into one directory.
 pub(crate) struct Saver {
@@ -40,12 +41,12 @@ enum Saves {
 }
 
 fn states<D: Device>(rank: &Rank<D>) -> Vec<StateSpec> {
-    let spec = |kind: StateKind| StateSpec {
-        name: kind.name().to_owned(),
-        dtype: StateDtype::F32,
-    };
     let arrays = rank.settings.optimizer_state();
-    arrays.kinds().map(spec).collect()
+    let spec = |kind: StateKind| StateSpec::new(kind.name(), arrays.encoding(kind));
+    let errors = SavedErrors::of(rank);
+    let of_errors = errors.iter().flat_map(|errors| errors.names());
+    let of_errors = of_errors.map(|name| StateSpec::new(name, StateDtype::F32));
+    arrays.kinds().map(spec).chain(of_errors).collect()
 }
 
 /// The error of the rank that failed as [`CkptError::Rank`], which the launcher reports as that

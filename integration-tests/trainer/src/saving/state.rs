@@ -2,16 +2,19 @@
 //! [`zero_optim::ShardedOptimizer`].
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use zero_alloc::device::{DType, Device};
 use zero_ckpt::{Reader, SaveMeta, StateDtype};
-use zero_optim::{Progress, StateRange};
+use zero_optim::{Progress, StateKind, StateRange};
+use zero_shard::UnitLayout;
 
 use crate::error::TrainError;
 use crate::rank::Rank;
 use crate::saving::saver::Saver;
+use crate::stages::grad_errors::SavedErrors;
 use crate::stages::stage::Stage;
 use crate::telemetry::metrics::Best;
 use crate::workload::InitialWeights;
@@ -37,23 +40,66 @@ fn set_local_weights<D: Device>(
     source: &mut InitialWeights<'_>,
 ) -> Result<(), TrainError> {
     for (unit, placed) in rank.layout.units().iter().enumerate() {
+        if let Some(frozen) = rank.frozen.as_ref().filter(|frozen| frozen.has(unit)) {
+            let limit = rank.settings.host_limit();
+            frozen.set(
+                &rank.compute,
+                unit,
+                &mut |range, values| fill(placed, range, values, source),
+                limit,
+            )?;
+            continue;
+        }
         let held = rank.held(unit);
         let elems = (held.end - held.start) as usize;
         stage
             .optimizer()
             .set_weights(rank, unit, elems, &mut |part, values| {
-                let (start, end) = (held.start + part.start as u64, held.start + part.end as u64);
-                values.clear();
-                values.resize(part.len(), 0.0);
-                for piece in placed.params_in(start..end)? {
-                    let out = &mut values[(piece.in_flat.start - start) as usize
-                        ..(piece.in_flat.end - start) as usize];
-                    source(&placed.params[piece.param].name, piece.in_param, out)?;
-                }
-                Ok(())
+                let first = held.start as usize;
+                let range = first + part.start..first + part.end;
+                fill(placed, range, values, source)
             })?;
     }
     stage.publish(rank)
+}
+
+/// Sets `values` to those of a range of the unit's flat parameter, with 0 for its padding.
+fn fill(
+    placed: &UnitLayout,
+    range: Range<usize>,
+    values: &mut Vec<f32>,
+    source: &mut InitialWeights<'_>,
+) -> Result<(), TrainError> {
+    let (start, end) = (range.start as u64, range.end as u64);
+    values.clear();
+    values.resize(range.len(), 0.0);
+    for piece in placed.params_in(start..end)? {
+        let out = &mut values
+            [(piece.in_flat.start - start) as usize..(piece.in_flat.end - start) as usize];
+        source(&placed.params[piece.param].name, piece.in_param, out)?;
+    }
+    Ok(())
+}
+
+/// Sets the frozen units in blocks from a checkpoint.
+fn load_frozen<D: Device>(rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
+    let Some(frozen) = &rank.frozen else {
+        return Ok(());
+    };
+    let view = reader.view(&rank.layout)?;
+    let limit = rank.settings.host_limit();
+    for (unit, placed) in rank.layout.units().iter().enumerate() {
+        let mut read = |name: &str, in_param: Range<u64>, out: &mut [f32]| {
+            let param = placed.params.iter().find(|param| param.name == name);
+            let first = param.map_or(0, |param| param.global_offset_elems);
+            let first = first - placed.global_offset_elems;
+            let range = first + in_param.start..first + in_param.end;
+            Ok(view.read_range(StateKind::Master.name(), unit, range, out)?)
+        };
+        let from = &mut |range, values: &mut Vec<f32>| fill(placed, range, values, &mut read);
+        frozen.set(&rank.compute, unit, from, limit)?;
+    }
+    Ok(())
 }
 
 /// Restores weights, slots and progress from a checkpoint of any world size, stage and dtype.
@@ -71,6 +117,10 @@ pub(crate) fn restore<D: Device>(
         None => reader,
     };
     stage.optimizer().load(rank, &reader)?;
+    load_frozen(rank, &reader)?;
+    if let Some(errors) = stage.grad_errors() {
+        errors.load(rank, &reader, state.grad_errors.as_ref())?;
+    }
     stage.publish(rank)?;
     Ok(state)
 }
@@ -106,24 +156,34 @@ pub(crate) fn save<D: Device>(
         .best(state.best.map(|best| best.step))
         .superseded(superseded.filter(|old| old.only_best).map(|old| old.step));
 
+    let errors = stage.grad_errors().map(|errors| errors.shards(rank));
+    let errors = errors.transpose()?.unwrap_or_default();
     saver.begin(rank, meta, |slot| {
-        let unknown =
-            || TrainError::State(format!("internal error: no fp32 state {}", slot.state.name));
+        let in_shard = slot.in_shard.start as usize..slot.in_shard.end as usize;
+        let name = &slot.state.name;
+        if errors.fill(name, slot.unit, in_shard, slot.bytes).is_some() {
+            return Ok(());
+        }
         let mut kinds = stage.optimizer().kinds().into_iter();
         let kind = kinds.find(|kind| kind.name() == slot.state.name);
-        let kind = kind.ok_or_else(unknown)?;
-        let values = bytemuck::try_cast_slice_mut(slot.bytes).map_err(|_| unknown())?;
-        let start = stage.optimizer().segments()[slot.unit].own_shard.start;
-        let elems = start + slot.in_shard.start as usize..start + slot.in_shard.end as usize;
-        stage.optimizer().read_state(
-            rank,
-            &StateRange {
-                kind,
-                unit: slot.unit,
-                elems,
-            },
-            values,
-        )
+        let kind = kind.ok_or_else(|| {
+            TrainError::State(format!("internal error: no state {}", slot.state.name))
+        })?;
+        let unit = slot.unit;
+        let start = stage.optimizer().segments()[unit].own_shard.start;
+        slot.fill_f32(|in_shard, values| {
+            if let (Some(frozen), StateKind::Master) = (&rank.frozen, kind) {
+                let first = rank.saves(unit).start;
+                let range = first + in_shard.start..first + in_shard.end;
+                let limit = rank.settings.host_limit();
+                if let Some(read) = frozen.read(&rank.compute, unit, range, values, limit) {
+                    return read;
+                }
+            }
+            let elems = start + in_shard.start as usize..start + in_shard.end as usize;
+            let range = StateRange { kind, unit, elems };
+            stage.optimizer().read_state(rank, &range, values)
+        })
     })
 }
 
@@ -145,6 +205,9 @@ pub struct TrainerState {
     /// The lowest validation loss so far.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub best: Option<Best>,
+    /// The errors of quantised gradients, with error feedback.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grad_errors: Option<SavedErrors>,
 }
 
 impl TrainerState {

@@ -6,8 +6,10 @@ use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 use zero_alloc::host::HostStream;
 use zero_alloc::schedule::Work;
 use zero_kernels::{
-    AdvanceArgs, GradStats, KernelError, Kernels, RankStats, Segments, UpdateArgs, UpdateRule,
+    AdvanceArgs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels, RankStats, Segments,
+    UpdateArgs, UpdateRule,
 };
+use zero_shard::BlockFormat;
 
 /// The operations of a ZeRO step on streams that record.
 #[derive(Clone, Copy, Debug, Default)]
@@ -37,6 +39,37 @@ unsafe impl<D: Device<Stream = HostStream>> Kernels<D> for ScheduledKernels {
         _scale: f32,
     ) -> Result<(), KernelError> {
         enqueue(stream, "cast", src.len_bytes() + dst.len_bytes())
+    }
+
+    fn updates(&self, _codec: Codec) -> bool {
+        true
+    }
+
+    /// Reads the source, writes the blocks, and reads and writes the error.
+    fn encode_blocks(
+        &self,
+        stream: &HostStream,
+        _format: BlockFormat,
+        src: AnySlice,
+        blocks: AnySlice,
+        feedback: Option<Feedback>,
+        _sums: Option<DeviceSlice<EncodeSums>>,
+    ) -> Result<(), KernelError> {
+        let error = feedback.map_or(0, |feedback| feedback.error.erase().len_bytes());
+        let bytes = src.len_bytes() + blocks.len_bytes() + 2 * error;
+        enqueue(stream, "encode_blocks", bytes)
+    }
+
+    fn decode_blocks(
+        &self,
+        stream: &HostStream,
+        _format: BlockFormat,
+        blocks: AnySlice,
+        _parts: usize,
+        dst: AnySlice,
+    ) -> Result<(), KernelError> {
+        let bytes = blocks.len_bytes() + dst.len_bytes();
+        enqueue(stream, "decode_blocks", bytes)
     }
 
     /// Reads the parts' elements within the segments, and writes all of `dst`.

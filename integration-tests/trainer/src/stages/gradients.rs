@@ -17,6 +17,7 @@ use zero_comm::{BucketOptions, Buckets, Filling};
 use crate::error::TrainError;
 use crate::model::{Grad, Model};
 use crate::rank::Rank;
+use crate::stages::grad_errors::GradErrors;
 use crate::stages::optimizer::Optimizer;
 use crate::stages::places::{GradDestination, places};
 
@@ -27,6 +28,8 @@ pub(crate) struct Gradients<D: Device> {
     /// The gradient that the last pass wrote, until it is reduced.
     written: Option<Written<D>>,
     buckets: Buckets<D>,
+    /// The errors of quantised reductions, with error feedback.
+    pub(crate) errors: Option<GradErrors<D>>,
     /// Scratch, which only the compute stream uses.
     slots: Vec<Block<D>>,
     compute: D::Stream,
@@ -88,7 +91,8 @@ impl<D: Device> Gradients<D> {
         let places = places.into_iter().enumerate().map(with_memory).collect();
 
         let ranks = mesh.reduce.comm().world_size();
-        let capacity = settings.bucket_capacity_elems.max(ranks);
+        let least = ranks * mesh.reduce.align_elems();
+        let capacity = settings.bucket_capacity_elems.max(least);
         let options = BucketOptions::new(capacity, settings.dtype)
             .count(settings.buckets(ranks, rank.is_host()));
 
@@ -104,6 +108,7 @@ impl<D: Device> Gradients<D> {
             places,
             written: None,
             buckets,
+            errors: GradErrors::new(rank)?,
             slots,
             compute: compute.clone(),
         })
@@ -149,13 +154,13 @@ impl<D: Device> MicroBatchGradients<'_, D> {
         let rank = self.rank;
         let mut grads = Vec::new();
         for &unit in &rank.passes[pass].grads {
-            let numel = rank.numel(unit);
+            let used = rank.used_elems(unit);
             let (sum, is_new) = match self.all.place(unit)? {
                 InBackward::Scratch(sum) => (sum, true),
                 InBackward::Sum(sum) => (sum, self.micro == 0),
                 InBackward::Written => {
                     let whole = self.begin_write(unit)?;
-                    grads.push(Grad::Write(whole.slice(0..numel)));
+                    grads.push(Grad::Write(whole.slice(0..used)));
                     continue;
                 }
             };
@@ -164,7 +169,7 @@ impl<D: Device> MicroBatchGradients<'_, D> {
             if adds_first && is_new {
                 rank.pool.device().fill_zero(&rank.compute, sum)?;
             }
-            grads.push(Grad::Add(sum.typed::<f32>()?.slice(0..numel)));
+            grads.push(Grad::Add(sum.typed::<f32>()?.slice(0..used)));
         }
         Ok(grads)
     }
@@ -183,9 +188,8 @@ impl<D: Device> MicroBatchGradients<'_, D> {
         };
         self.all.written = Some(written);
 
-        let numel = rank.numel(unit);
-        if numel < whole.len() {
-            let padding = whole.slice(numel..whole.len());
+        for padding in rank.layout.units()[unit].padding() {
+            let padding = whole.slice(padding.start as usize..padding.end as usize);
             rank.pool.device().fill_zero(&rank.compute, padding)?;
         }
         Ok(whole)
@@ -212,7 +216,9 @@ impl<D: Device> MicroBatchGradients<'_, D> {
             InBackward::Written => match self.all.written.take() {
                 Some(Written::Bucket(bucket)) => {
                     let into = self.optimizer.sum_into(rank, unit, self.micro > 0)?;
-                    bucket.reduce_unit(&*rank.kernels, into)?
+                    let errors = self.all.errors.as_ref();
+                    let feedback = errors.map(|errors| errors.of_unit(unit));
+                    bucket.reduce_unit_with(&*rank.kernels, into, feedback)?
                 }
                 Some(Written::Sum(sum)) => complete(rank, sum)?,
                 None => return Err(internal("reduced a gradient that no pass wrote")),
@@ -231,7 +237,9 @@ impl<D: Device> MicroBatchGradients<'_, D> {
         let rank = self.rank;
         let into = self.optimizer.sum_into(rank, unit, adds)?;
         let buckets = &self.all.buckets;
-        Ok(buckets.reduce_unit(&*rank.kernels, &[(local, 0)], into)?)
+        let errors = self.all.errors.as_ref();
+        let feedback = errors.map(|errors| errors.of_unit(unit));
+        Ok(buckets.reduce_unit_with(&*rank.kernels, &[(local, 0)], into, feedback)?)
     }
 }
 

@@ -2,6 +2,8 @@
 
 pub(crate) mod device_optimizer;
 pub(crate) mod device_sums;
+pub(crate) mod frozen;
+pub(crate) mod grad_errors;
 pub(crate) mod gradients;
 pub(crate) mod optimizer;
 pub(crate) mod optimizer_choice;

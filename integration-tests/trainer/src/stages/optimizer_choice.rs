@@ -45,7 +45,13 @@ fn segments<D: Device>(rank: &Rank<D>) -> Vec<Segment> {
         let own = within(rank.saves(unit));
         let start = end;
         end += (held.end - held.start) as usize;
-        Segment::whole(&placed.name, start..end, own).with_counted(within(rank.counted(unit)))
+        let segment = Segment::whole(&placed.name, start..end, own);
+        let segment = segment.with_counted(within(rank.counted(unit)));
+        match rank.is_in_blocks(unit) {
+            // The optimizer has no memory of its parameters.
+            true => segment.with_padding(end - start),
+            false => segment,
+        }
     };
     rank.layout
         .units()

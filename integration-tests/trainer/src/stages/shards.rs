@@ -22,6 +22,7 @@ use crate::mesh::Replicas;
 use crate::offload::host_params::SharedParams;
 use crate::offload::settings::Home;
 use crate::rank::Rank;
+use crate::stages::frozen::FrozenUnits;
 use crate::stages::storage::Storage;
 
 /// The shards of one rank.
@@ -32,6 +33,7 @@ pub(crate) struct Shards<D: Device> {
     updates: Option<SharedParams<D>>,
     /// The replicas, if each updates a part of the shard.
     replicas: Option<Replicas<D>>,
+    frozen: Option<Arc<FrozenUnits<D>>>,
     /// The event after which each shard is whole, until a gather has waited for it.
     whole: Vec<Option<D::Event>>,
     shard_elems: Vec<usize>,
@@ -60,6 +62,7 @@ impl<D: Device> SharedShards<D> {
             storage: on_device.then(storage).transpose()?,
             updates: None,
             replicas: rank.mesh.sharing_update().cloned(),
+            frozen: rank.frozen.clone(),
             whole: (0..rank.units()).map(|_| None).collect(),
             shard_elems: units.map(|unit| unit.shard_elems as usize).collect(),
             dtype: rank.settings.dtype,
@@ -78,9 +81,12 @@ impl<D: Device> SharedShards<D> {
     }
 
     /// The shard of each unit, if the device has them and other ranks have the same, or a part of it.
-    /// The compute stream waits for them.
+    /// The compute stream waits for them. Replicas that gather encoded parts have the exact values
+    /// of their part and decoded ones of the others, so they are left out.
     pub(crate) fn of_replicas(&self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
-        if rank.mesh.replicas.is_none() && rank.tensor.is_none() {
+        let has_codec = rank.settings.gather_codec.is_some();
+        let differ = has_codec && rank.mesh.sharing_update().is_some();
+        if differ || rank.mesh.replicas.is_none() && rank.tensor.is_none() {
             return Ok(Vec::new());
         }
         let mut shards = self.0.lock();
@@ -116,7 +122,8 @@ impl<D: Device> SharedShards<D> {
         };
 
         let updated = rank.compute.record()?;
-        for unit in (0..rank.units()).filter(|&unit| changed(unit)) {
+        let changed = |&unit: &usize| changed(unit) && !rank.is_in_blocks(unit);
+        for unit in (0..rank.units()).filter(changed) {
             let whole = replicas.gather(&updated, storage.shard(unit))?;
             shards.whole[unit] = Some(whole);
         }
@@ -149,6 +156,18 @@ impl<D: Device> Shards<D> {
 }
 
 impl<D: Device> ShardSource<D> for SharedShards<D> {
+    unsafe fn gather(
+        &mut self,
+        comm_stream: &D::Stream,
+        unit: usize,
+        whole: AnySlice,
+    ) -> Result<bool, PrefetchError> {
+        match &self.0.lock().frozen {
+            Some(frozen) => Ok(frozen.decode(comm_stream, unit, whole)?),
+            None => Ok(false),
+        }
+    }
+
     fn dtype(&self, _unit: usize) -> DType {
         self.0.lock().dtype
     }

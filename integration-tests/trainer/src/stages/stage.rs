@@ -10,6 +10,7 @@ use zero_alloc::device::{AnySlice, Device};
 use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::Rank;
+use crate::stages::grad_errors::GradErrors;
 use crate::stages::optimizer::Optimizer;
 use crate::step::recorder::{GraphPart, Recorder};
 
@@ -69,26 +70,22 @@ pub(crate) trait Stage<D: Device>: Send {
         read: &mut Read<'_, D>,
     ) -> Result<(), TrainError>;
 
-    /// The parameters of each unit, without padding, that every rank holds whole: none at stage 3.
-    /// The compute stream waits for them. Called between steps and never recorded.
-    fn whole_params(&mut self, _rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
-        Ok(Vec::new())
-    }
-
     /// Enqueues the decided update, a no-op in a skipped step; afterwards the parameters are ready
     /// for the next forward.
     fn update(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
         self.optimizer().update(rank)
     }
 
-    /// The parameters of each unit that other ranks hold, too: [whole](Self::whole_params), or at
-    /// stage 3 the shards of replicas, if they are on the device.
-    fn replicated(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
-        self.whole_params(rank)
-    }
+    /// The parameters of each unit that other ranks hold, too: whole ones without padding, or at
+    /// stage 3 the shards of replicas, if they are on the device. The compute stream waits for them.
+    /// Called between steps and never recorded.
+    fn replicated(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError>;
 
     /// The optimizer, with the state of this rank's shards, or of all parameters at stage 0.
     fn optimizer(&mut self) -> &mut dyn Optimizer<D>;
+
+    /// The errors of quantised reductions of gradients, with error feedback.
+    fn grad_errors(&self) -> Option<&GradErrors<D>>;
 
     /// Blocks the host until the streams of the rank are idle.
     fn synchronize(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {

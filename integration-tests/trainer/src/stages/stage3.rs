@@ -12,6 +12,7 @@ use zero_comm::{OrderCheck, PrefetchError, PrefetchStep, Prefetcher, Unsharded};
 use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::{Rank, uses};
+use crate::stages::grad_errors::GradErrors;
 use crate::stages::gradients::{Gradients, MicroBatchGradients};
 use crate::stages::optimizer::Optimizer;
 use crate::stages::optimizer_choice;
@@ -141,6 +142,10 @@ impl<D: Device> Stage<D> for Stage3<D> {
     fn optimizer(&mut self) -> &mut dyn Optimizer<D> {
         &mut *self.optimizer
     }
+
+    fn grad_errors(&self) -> Option<&GradErrors<D>> {
+        self.grads.errors.as_ref()
+    }
 }
 
 fn unshard<D: Device>(
@@ -170,7 +175,7 @@ fn params<D: Device>(rank: &Rank<D>, units: &[usize], gathered: &[Unsharded<D>])
     let slice = |(&unit, gathered): (&usize, &Unsharded<D>)| {
         // SAFETY: passes read it on the compute stream, which waited for it, before it is
         // resharded.
-        unsafe { gathered.slice() }.slice(0..rank.numel(unit))
+        unsafe { gathered.slice() }.slice(0..rank.used_elems(unit))
     };
     units.iter().zip(gathered).map(slice).collect()
 }

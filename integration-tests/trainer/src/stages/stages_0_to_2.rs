@@ -16,6 +16,7 @@ use zero_alloc::device::{AnySlice, Device};
 use crate::error::TrainError;
 use crate::model::Model;
 use crate::rank::Rank;
+use crate::stages::grad_errors::GradErrors;
 use crate::stages::gradients::Gradients;
 use crate::stages::optimizer::Optimizer;
 use crate::stages::optimizer_choice;
@@ -33,6 +34,13 @@ pub(crate) struct Stages0To2<D: Device> {
 }
 
 impl<D: Device> Stages0To2<D> {
+    /// Makes the compute stream wait for all parameters.
+    fn wait_for_all(&mut self, rank: &Rank<D>) -> Result<(), TrainError> {
+        let all: Vec<usize> = (0..rank.units()).collect();
+        self.params.gather_updated(rank, &all)?;
+        self.params.hold_compute(rank)
+    }
+
     /// Enqueues forward and backward of a micro-batch, and the reduction of its gradients.
     fn micro_batch(
         &mut self,
@@ -89,9 +97,9 @@ impl<D: Device> Stage<D> for Stages0To2<D> {
         model: &mut dyn Model<D>,
         read: &mut Read<'_, D>,
     ) -> Result<(), TrainError> {
-        self.whole_params(rank)?;
+        self.wait_for_all(rank)?;
         for (i, pass) in rank.passes.iter().enumerate() {
-            let params = self.params.gathered(rank, &pass.forward_reads);
+            let params = self.params.gathered(rank, &pass.forward_reads)?;
             model.forward(&rank.compute, i, &params)?;
             if i + 1 == rank.passes.len() {
                 read(model, &params)?;
@@ -100,15 +108,17 @@ impl<D: Device> Stage<D> for Stages0To2<D> {
         Ok(())
     }
 
-    fn whole_params(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
-        let all: Vec<usize> = (0..rank.units()).collect();
-        self.params.gather_updated(rank, &all)?;
-        self.params.hold_compute(rank)?;
-        Ok(self.params.gathered(rank, &all))
+    fn replicated(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError> {
+        self.wait_for_all(rank)?;
+        Ok(self.params.stored(rank))
     }
 
     fn optimizer(&mut self) -> &mut dyn Optimizer<D> {
         &mut *self.optimizer
+    }
+
+    fn grad_errors(&self) -> Option<&GradErrors<D>> {
+        self.grads.errors.as_ref()
     }
 }
 

@@ -32,9 +32,8 @@ impl<D: Device> Storage<D> {
         dtype: DType,
         purpose: Purpose,
     ) -> Result<Self, TrainError> {
-        let units = rank.layout.units().iter();
-        let units = units.map(|unit| (index(unit.whole_range()), 0)).collect();
-        Self::new(rank, dtype, purpose, units, Rank::shard)
+        let stored = |unit: usize| 0..rank.layout.units()[unit].padded_elems;
+        Self::of_params(rank, dtype, purpose, stored)
     }
 
     /// This rank's shard of every unit, set to zero.
@@ -43,10 +42,26 @@ impl<D: Device> Storage<D> {
         dtype: DType,
         purpose: Purpose,
     ) -> Result<Self, TrainError> {
-        let units = rank.layout.units().iter().enumerate();
-        let units = units
-            .map(|(i, unit)| (index(unit.shard_range()), rank.shard(i).start as usize))
-            .collect();
+        Self::of_params(rank, dtype, purpose, |unit| rank.shard(unit))
+    }
+
+    /// The range `stored` of every unit, of which those in blocks have no elements.
+    fn of_params(
+        rank: &Rank<D>,
+        dtype: DType,
+        purpose: Purpose,
+        stored: impl Fn(usize) -> Range<u64>,
+    ) -> Result<Self, TrainError> {
+        let mut units = Vec::new();
+        let mut end = 0;
+        for unit in 0..rank.units() {
+            let stored = match rank.is_in_blocks(unit) {
+                true => 0..0,
+                false => index(stored(unit)),
+            };
+            units.push((end..end + stored.len(), stored.start));
+            end += stored.len();
+        }
         Self::new(rank, dtype, purpose, units, Rank::shard)
     }
 
@@ -113,12 +128,9 @@ impl<D: Device> Storage<D> {
         self.all().slice(self.units[unit].clone())
     }
 
-    /// The flat parameters of `units`, without their padding; the storage holds whole units.
-    pub(crate) fn of(&self, rank: &Rank<D>, units: &[usize]) -> Vec<AnySlice> {
-        units
-            .iter()
-            .map(|&unit| self.unit(unit).slice(0..rank.numel(unit)))
-            .collect()
+    /// The flat parameter of `unit`, without its padding; the storage holds whole units.
+    pub(crate) fn used(&self, rank: &Rank<D>, unit: usize) -> AnySlice {
+        self.unit(unit).slice(0..rank.used_elems(unit))
     }
 
     /// This rank's shard of `unit`, or all of it at stage 0.

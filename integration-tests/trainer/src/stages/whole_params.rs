@@ -8,8 +8,8 @@
 //! If the host updates, a unit is gathered when a forward needs it, so that every rank enqueues its
 //! collectives in the order of the passes.
 
-use zero_alloc::Purpose;
 use zero_alloc::device::{AnySlice, Device, Stream};
+use zero_alloc::{Block, Purpose};
 
 use crate::error::TrainError;
 use crate::offload::host_params::SharedParams;
@@ -28,6 +28,9 @@ pub(crate) struct WholeParams<D: Device> {
     /// The parameters that the host updates, if it does: units are then gathered when a forward
     /// needs them.
     updates: Option<SharedParams<D>>,
+    /// Frozen units in blocks, decoded for the pass that was enqueued last.
+    decoded: Vec<Block<D>>,
+    compute: D::Stream,
 }
 
 impl<D: Device> WholeParams<D> {
@@ -42,6 +45,8 @@ impl<D: Device> WholeParams<D> {
             shards: shards.transpose()?,
             gathers: (0..rank.units()).map(|_| None).collect(),
             updates: None,
+            decoded: Vec::new(),
+            compute: rank.compute.clone(),
         })
     }
 
@@ -60,12 +65,49 @@ impl<D: Device> WholeParams<D> {
         for event in units.iter().filter_map(|&unit| self.gathers[unit].take()) {
             rank.compute.wait(&event)?;
         }
-        Ok(self.gathered(rank, units))
+        self.gathered(rank, units)
     }
 
-    /// The flat parameters of `units`, whose gathers the compute stream has waited for.
-    pub(crate) fn gathered(&self, rank: &Rank<D>, units: &[usize]) -> Vec<AnySlice> {
-        self.storage.of(rank, units)
+    /// The flat parameters of `units`, whose gathers the compute stream has waited for, until the
+    /// next call.
+    pub(crate) fn gathered(
+        &mut self,
+        rank: &Rank<D>,
+        units: &[usize],
+    ) -> Result<Vec<AnySlice>, TrainError> {
+        self.free_decoded()?;
+        let of_unit = |&unit: &usize| match &rank.frozen {
+            Some(frozen) if frozen.has(unit) => {
+                let elems = rank.layout.units()[unit].padded_elems as usize;
+                let (pool, dtype) = (&rank.pool, rank.settings.dtype);
+                let block = pool.allocate(elems, dtype, Purpose::Buckets, &rank.compute)?;
+                // SAFETY: only the compute stream uses it; it is recorded before it is dropped.
+                let whole = unsafe { block.slice() };
+                self.decoded.push(block);
+                frozen.decode(&rank.compute, unit, whole)?;
+                Ok(whole.slice(0..rank.used_elems(unit)))
+            }
+            _ => Ok(self.storage.used(rank, unit)),
+        };
+        units.iter().map(of_unit).collect()
+    }
+
+    /// Frees what the last pass read, behind that pass.
+    fn free_decoded(&mut self) -> Result<(), TrainError> {
+        for mut block in self.decoded.drain(..) {
+            block.record_use(&self.compute)?;
+        }
+        Ok(())
+    }
+
+    /// What every rank holds of each unit.
+    pub(crate) fn stored(&self, rank: &Rank<D>) -> Vec<AnySlice> {
+        let frozen = rank.frozen.as_ref();
+        let stored = |unit| frozen.and_then(|frozen| frozen.stored(unit));
+        let units = 0..rank.units();
+        units
+            .map(|unit| stored(unit).unwrap_or_else(|| self.storage.used(rank, unit)))
+            .collect()
     }
 
     /// The elements of each unit that this rank updates.
@@ -137,7 +179,8 @@ impl<D: Device> WholeParams<D> {
             return Ok(());
         }
         self.hold_gathers(rank)?;
-        let changed: Vec<usize> = (0..rank.units()).filter(|&unit| changed(unit)).collect();
+        let changed = |&unit: &usize| changed(unit) && !rank.is_in_blocks(unit);
+        let changed: Vec<usize> = (0..rank.units()).filter(changed).collect();
         if let Some(updates) = &self.updates {
             let mut updates = updates.lock();
             changed
@@ -183,5 +226,12 @@ impl<D: Device> WholeParams<D> {
         gather.enqueue(comm_stream, self.shard(unit), self.storage.unit(unit))?;
         self.gathers[unit] = Some(comm_stream.record()?);
         Ok(())
+    }
+}
+
+impl<D: Device> Drop for WholeParams<D> {
+    fn drop(&mut self) {
+        // Recording fails only on a closed stream, which no longer uses the blocks.
+        let _closed = self.free_decoded();
     }
 }

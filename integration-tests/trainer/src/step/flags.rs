@@ -52,6 +52,8 @@ pub(crate) struct Enqueued<E> {
     pub(crate) flags: DeviceSlice<u64>,
     /// Later requests are for the next step.
     read: E,
+    /// Behind the exchange of the statistics of quantised values, if there are any.
+    pub(crate) quantised: Option<E>,
 }
 
 impl<'a, D: Device> Flags<'a, D> {
@@ -132,6 +134,7 @@ impl<'a, D: Device> Flags<'a, D> {
         Ok(Enqueued {
             flags,
             read: compute.record()?,
+            quantised: None,
         })
     }
 

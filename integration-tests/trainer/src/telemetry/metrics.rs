@@ -46,12 +46,29 @@ pub struct StepMetrics {
     /// Scratch files, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nvme: Option<NvmeBytes>,
+    /// How far the values that ranks sent in blocks in this step are from those that arrived, over
+    /// all ranks: the root of the sum of squares of the errors, by that of the values. Parameters
+    /// that were gathered behind an update count in the step that reads them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quant_error: Option<QuantFigures>,
+    /// The same of the greatest errors that the formats allow these values.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quant_bound: Option<QuantFigures>,
     /// The evaluation after this step, which is not part of `step_ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<Validation>,
     /// The continuation of the sample's prompt after this step; not in the JSON.
     #[serde(skip)]
     pub sample: Option<Vec<u32>>,
+}
+
+/// A figure of values in blocks; `None` where none was sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct QuantFigures {
+    /// Of parameters.
+    pub params: Option<f64>,
+    /// Of gradients.
+    pub grads: Option<f64>,
 }
 
 /// The result of an evaluation.
@@ -113,7 +130,7 @@ pub struct CommBytes {
     pub all_gather: u64,
     /// By all-reduce.
     pub all_reduce: u64,
-    /// By all-to-all, between ranks that share sequences.
+    /// By all-to-all: between ranks that share sequences, and of quantised gradients.
     #[serde(default)]
     pub all_to_all: u64,
     /// By the all-gather of statistics and losses.

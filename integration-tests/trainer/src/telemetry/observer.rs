@@ -174,6 +174,8 @@ impl<'a, D: Device> Observer<'a, D> {
             tokens_seen: self.completed.tokens,
             eta_s: left as f64 * self.completed.step_s,
             breakdown,
+            quant_error: None,
+            quant_bound: None,
             validation: None,
             sample: None,
         };

@@ -87,7 +87,7 @@ fn product_flops(cores: usize) -> Result<f64, CliError> {
     let x = vec![0.5; m * k];
     let w = vec![0.25; k * n];
     let seconds = median_s(|| {
-        threads.run(|| linear::product(&mut y, &x, &w, n));
+        threads.run(|| linear::product(&mut y, &x, &w, n, None));
         Ok::<_, CliError>(())
     })?;
     Ok(2.0 * (m * n * k) as f64 / seconds)

@@ -7,6 +7,7 @@ use clap::{Args, ValueEnum};
 
 use crate::flags::{DTypeFlag, model_help, parse_gpu_memory, parse_params, parse_whole};
 use crate::settings::args::{MeshArgs, OffloadArgs, TrainArgs};
+use crate::settings::quantise::QuantiseArgs;
 
 /// The architectures that a shape can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -103,6 +104,9 @@ pub struct PlanArgs {
     /// The offload.
     #[command(flatten)]
     pub offload: OffloadArgs,
+    /// Quantised communication, at stages 1 to 3.
+    #[command(flatten)]
+    pub quantise: QuantiseArgs,
     /// Reduce gradients after every micro-batch at stages 0 and 1, too
     #[arg(long)]
     pub reduce_every_micro_batch: bool,
@@ -140,6 +144,7 @@ impl PlanArgs {
             reduce_every_micro_batch: given(self.reduce_every_micro_batch),
             bucket_elems: self.bucket_elems.map(|elems| elems as usize),
             mesh: self.mesh,
+            quantise: self.quantise,
             ..TrainArgs::default()
         }
     }

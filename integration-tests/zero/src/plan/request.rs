@@ -16,6 +16,7 @@ use crate::settings::args::{Collectives, TrainArgs};
 use crate::settings::collectives;
 use crate::settings::mesh;
 use crate::settings::offload::{self, Offloaded};
+use crate::settings::quantise;
 use crate::settings::record::RunRecord;
 use crate::settings::sources::{Sources, of_file};
 use zero_config::{DsConfig, ZeroOptimization};
@@ -374,6 +375,7 @@ impl PlanRequest {
             offload_activations: self.run.offload.activations,
             matmul_timing: false,
             recompute_gelu,
+            layout: self.run.layout_options(),
             ..self.options.clone()
         }
     }
@@ -396,6 +398,10 @@ impl PlanRequest {
             mesh: mesh::at_stage(self.run.mesh, stage),
             ..self.run.clone()
         };
+        if !stage.shards_optimizer() {
+            settings.gather_codec = None;
+            settings.quantised_grads = None;
+        }
         let offload = &mut settings.offload;
         if !stage.shards_params() {
             offload.params = Home::Device;
@@ -404,7 +410,7 @@ impl PlanRequest {
         if offload.params != Home::Device && offload.optimizer == Home::Device {
             offload.optimizer = Home::Host;
         }
-        if offload.optimizer == Home::Device {
+        if offload.optimizer == Home::Device && offload.format.moments == Moments::Bf16 {
             offload.format.moments = Moments::Fp32;
         }
 
@@ -466,12 +472,13 @@ fn run_of(
         stage: ZeroStage::Three,
         dtype,
         checkpointing,
+        tensor_parallel: mesh.tensor_ranks.is_some(),
     };
     let offload = offload(args, file, run, notices)?;
     let sub_group = all.unflagged.sub_group_elems.unwrap_or(usize::MAX);
     let has_parts = mesh.tensor_ranks.is_some();
 
-    let settings = Settings {
+    let mut settings = Settings {
         mesh,
         grad_accum_steps: batch.grad_accum as usize,
         reduce_every_micro_batch: all.reduce_every_micro_batch.unwrap_or(false),
@@ -480,6 +487,7 @@ fn run_of(
         offload,
         ..Settings::new(ZeroStage::Three, dtype, zero_models::param_kind)
     };
+    quantise::apply(&from, &mut settings)?;
     let options = ModelOptions {
         partition_activations: has_parts && all.partition_activations.unwrap_or(false),
         sequence_parallel: has_parts && all.sequence_parallel.unwrap_or(false),

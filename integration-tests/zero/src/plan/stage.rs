@@ -18,7 +18,7 @@ use zero_models::GpuBytes;
 use zero_models::cuda::matmul;
 use zero_models::{TensorBytes, TensorElems};
 use zero_trainer::{
-    OffloadSettings, RankBytes, Settings, decoded_moments, device_steps, gathers, piece_elems,
+    OffloadSettings, RankBytes, Settings, device_steps, encoded_bytes, gathers, piece_elems,
     scratch_elems,
 };
 
@@ -111,7 +111,7 @@ pub(crate) struct Sent {
     pub(crate) reduce_scatter_bytes: u64,
     pub(crate) all_gather_bytes: u64,
     pub(crate) all_reduce_bytes: u64,
-    /// Activations, between ranks that share sequences.
+    /// Activations, between ranks that share sequences, and quantised gradients.
     pub(crate) all_to_all_bytes: u64,
     pub(crate) total_bytes: u64,
     /// Bytes that leave each node; 0 with one node.
@@ -143,7 +143,7 @@ pub(crate) fn layout(request: &PlanRequest, sharding: Sharding) -> Result<GridLa
         &request.model.units,
         grid,
         sharding,
-        request.model.options.clone(),
+        request.run.aligned(request.model.options.clone()),
     )
 }
 
@@ -268,7 +268,6 @@ fn evaluate_with(
     let model = memory_model(request, &settings, layout.parts())?;
     let model = with_activations(model, request, recompute_gelu)?;
     let on_cores = on_cores(request, &settings, layout.parts());
-    let workspace_bytes = decoded_moments(&settings, layout.parts()).unwrap_or(u64::MAX);
     let footprint = model.footprint(&state, over_groups.updated_elems(stage))?;
     let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
     let (transfers, wear) = transfers(
@@ -284,7 +283,7 @@ fn evaluate_with(
     };
     let host_bytes = match on_host {
         Some(_) => 0,
-        None => host.total_bytes()?.saturating_add(workspace_bytes),
+        None => host.total_bytes()?,
     };
 
     Ok(Stage {
@@ -312,7 +311,7 @@ fn evaluate_with(
             copies_bytes: host.copies_bytes,
             staging_bytes: host.staging_bytes,
             activations_bytes: host.activations_bytes,
-            workspace_bytes,
+            workspace_bytes: 0,
         },
         nvme_bytes: nvme.total_bytes()?,
         nvme: Nvme {
@@ -357,7 +356,7 @@ fn all_sent(
             .saturating_add(of_parts.reduce_scatter),
         all_gather_bytes: sent.all_gather_bytes.saturating_add(of_parts.all_gather),
         all_reduce_bytes: sent.all_reduce_bytes.saturating_add(of_parts.all_reduce),
-        all_to_all_bytes,
+        all_to_all_bytes: all_to_all_bytes.saturating_add(sent.all_to_all_bytes),
         total_bytes: sent
             .total_bytes()
             .saturating_add(all_to_all_bytes)
@@ -412,12 +411,8 @@ fn sent(
         return Ok((sent.rank, sent.group_egress_bytes));
     }
     let axes = settings.axis_traffic(over_groups)?;
-    let [all, group, replicas] =
-        [axes.all, axes.group, axes.replicas].map(|sent| sent.total_bytes());
     let node = layout.grid().group_size();
-    let egress = over_groups
-        .grid()
-        .node_egress_bytes(node, all, group, replicas)?;
+    let egress = axes.node_egress_bytes(&over_groups.grid(), node)?;
     Ok((axes.rank()?, egress))
 }
 
@@ -440,7 +435,9 @@ fn memory_model(
     let peak_live_elems = gathers(settings, layout, &request.model.passes)
         .map_or(0, |planned| planned.peak_live_elems);
     let scratch = scratch_bytes(request, settings, layout)?
-        .saturating_add(device_steps(request.machine.gpus as usize).bytes(1) as u64);
+        .saturating_add(device_steps(request.machine.gpus as usize).bytes(1) as u64)
+        .saturating_add(settings.feedback_bytes(&over_groups))
+        .saturating_add(encoded_bytes(settings, &over_groups));
     Ok(MemoryModel::state_only(settings.stage, widths)
         .placement(placement)
         .gathered_elems(peak_live_elems)

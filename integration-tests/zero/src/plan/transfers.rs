@@ -123,7 +123,7 @@ fn moved(
     }
 
     if offload.optimizer.tier() == Tier::Nvme {
-        nvme.update = [bytes(updated, widths.optimizer_bytes); 2];
+        nvme.update = [widths.optimizer.bytes(updated).unwrap_or(u64::MAX); 2];
     }
     if offload.params.tier() == Tier::Nvme {
         // An update reads parameters that are the masters, or a part of them.

@@ -12,6 +12,7 @@ use zero_trainer::Home;
 use zero_trainer::param_groups::ParamGroup;
 
 use super::outputs::OutputPaths;
+use super::quantise::QuantiseArgs;
 use super::stage_choice::{StageChoice, parse_stage};
 use crate::flags::{DTypeFlag, model_help, parse_bytes, parse_whole};
 
@@ -135,6 +136,9 @@ pub struct TrainArgs {
     /// The offload.
     #[command(flatten)]
     pub offload: OffloadArgs,
+    /// Quantised communication.
+    #[command(flatten)]
+    pub quantise: QuantiseArgs,
     /// Memory that the ranks of this process may use together, such as 8GiB: a run that needs more
     /// is refused before it starts [default: what the machine has free]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
@@ -291,6 +295,9 @@ impl TrainArgs {
             reduce_every_micro_batch, bucket_elems, no_overlap, cuda_graph,
             unflagged.prefetch, unflagged.sub_group_elems,
             mesh.shard_group, mesh.shard_optimizer, mesh.hpz, mesh.ulysses, mesh.tensor_parallel,
+            quantise.quantize_params, quantise.quantize_grads, quantise.quantize_frozen,
+            quantise.error_feedback,
+            quantise.error_feedback_beta, quantise.error_feedback_reset,
             checkpoint_every, keep_last, check_replicas,
             eval_every, eval_tokens, sample_every, sample_prompt, sample_tokens
         );
@@ -460,9 +467,15 @@ pub struct OffloadArgs {
         ("remainder", "The bf16 parameter and a 16-bit remainder"),
     ]))]
     pub masters: Option<Masters>,
-    /// Moments of an offloaded optimizer: fp32, or bf16 with stochastic rounding, which changes the
-    /// numbers slightly [default: fp32]
-    #[arg(long, value_parser = format_parser::<Moments>(&[("fp32", "fp32"), ("bf16", "bf16")]))]
+    /// Moments of the optimizer: fp32; 8bit or 4bit, in blocks with a scale each, which changes the
+    /// numbers slightly, and alike at all stages and numbers of ranks; or, of an offloaded optimizer,
+    /// bf16 with stochastic rounding [default: fp32]
+    #[arg(long, value_parser = format_parser::<Moments>(&[
+        ("fp32", "fp32"),
+        ("bf16", "bf16, of an offloaded optimizer"),
+        ("8bit", "8 bits, in blocks of 256"),
+        ("4bit", "4 bits, in blocks of 128"),
+    ]))]
     pub moments: Option<Moments>,
 }
 

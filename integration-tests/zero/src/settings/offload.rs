@@ -37,6 +37,8 @@ pub(crate) struct Offloaded {
     pub(crate) dtype: DType,
     /// Whether activations are recomputed from checkpoints.
     pub(crate) checkpointing: bool,
+    /// Whether ranks have parts of parameters.
+    pub(crate) tensor_parallel: bool,
 }
 
 /// The settings of offload: flags override `file`, which overrides `base`. What the file or the
@@ -88,6 +90,9 @@ fn take_file(now: &mut OffloadSettings, file: &DsConfig) {
     now.activations = file
         .activation_checkpointing
         .is_some_and(|block| block.cpu_checkpointing);
+    if let Some(moments) = file.optimizer.and_then(|optimizer| optimizer.moments) {
+        now.format.moments = moments;
+    }
 }
 
 fn take_flags(now: &mut OffloadSettings, args: &OffloadArgs) {
@@ -149,7 +154,8 @@ fn place_params(
     Ok(())
 }
 
-/// Remainders need bf16 parameters, moments that are not fp32 an optimizer off the device.
+/// Remainders need bf16 parameters, moments in bf16 an optimizer off the device, and moments in
+/// blocks whole parameters.
 fn choose_formats(
     now: &mut OffloadSettings,
     args: &OffloadArgs,
@@ -164,7 +170,14 @@ fn choose_formats(
         now.format.masters = Masters::Fp32;
     }
     let moments = now.format.moments;
-    if moments != Moments::Fp32 && now.optimizer == Home::Device {
+    let is_in_blocks = matches!(moments, Moments::EightBit | Moments::FourBit);
+    if is_in_blocks && run.tensor_parallel {
+        return Err(refusal(
+            &format!("--moments {moments}"),
+            "its blocks are ranges of whole parameters, and --tensor-parallel cuts them; use --moments fp32",
+        ));
+    }
+    if moments == Moments::Bf16 && now.optimizer == Home::Device {
         if args.moments.is_some() {
             return Err(refusal(
                 &format!("--moments {moments}"),
@@ -222,6 +235,7 @@ mod tests {
         stage: ZeroStage::Three,
         dtype: DType::Bf16,
         checkpointing: true,
+        tensor_parallel: false,
     };
     const FP32: Offloaded = Offloaded {
         dtype: DType::F32,

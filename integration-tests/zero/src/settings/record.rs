@@ -15,6 +15,7 @@ use zero_trainer::{OffloadSettings, ReplicaChecks, Settings};
 
 use super::args::{DeviceChoice, MeshArgs, TrainArgs};
 use super::outputs::OutputPaths;
+use super::quantise::QuantiseArgs;
 use super::samples::SampleRecord;
 use super::validation::ValidationRecord;
 use crate::error::CliError;
@@ -59,6 +60,9 @@ pub(crate) struct RunRecord {
     /// Groups of ranks.
     #[serde(default, skip_serializing_if = "MeshArgs::is_default")]
     pub(crate) mesh: MeshArgs,
+    /// Quantised communication.
+    #[serde(default, skip_serializing_if = "QuantiseArgs::is_default")]
+    pub(crate) quantise: QuantiseArgs,
     /// The offload. Only 16-bit moments change the numbers.
     #[serde(default, skip_serializing_if = "OffloadSettings::is_default")]
     pub(crate) offload: OffloadSettings,

@@ -12,6 +12,7 @@ use super::communication;
 use super::mesh::{self, Shares};
 use super::offload::{self, Offloaded};
 use super::optimizer;
+use super::quantise;
 use super::sources::{Conditions, RunSources};
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
@@ -52,6 +53,7 @@ pub(crate) fn settings(
         stage,
         dtype,
         checkpointing: sources.checkpoints_activations(),
+        tensor_parallel: from.all.mesh.tensor_parallel.is_some_and(|ranks| ranks > 1),
     };
 
     let recorded = sources.recorded.map(|run| &run.offload);
@@ -89,6 +91,7 @@ pub(crate) fn settings(
     };
 
     communication::apply(&from, &run, shape.largest_unit, &mut settings, notices)?;
+    quantise::apply(&from, &mut settings)?;
     match communication::graph_refusal(&run).filter(|_| settings.graphs) {
         Some(refusal) => Err(CliError::Usage(refusal)),
         None => Ok(settings),

@@ -7,6 +7,7 @@ use zero_shard::ZeroStage;
 
 use super::args::{MeshArgs, TrainArgs, Unflagged};
 use super::offload::MIN_SUB_GROUP_ELEMS;
+use super::quantise::QuantiseArgs;
 use super::record::RunRecord;
 use super::stage_choice::StageChoice;
 use crate::error::CliError;
@@ -95,6 +96,7 @@ pub(crate) fn of_file(file: &DsConfig, zero: Option<&ZeroOptimization>) -> Train
             tensor_parallel: ranks(file.tensor_ranks),
             ..MeshArgs::default()
         },
+        quantise: zero.map(QuantiseArgs::of_file).unwrap_or_default(),
         unflagged: Unflagged {
             decoupled: optimizer.map(|optimizer| optimizer.hyper.decoupled),
             bias_correction: optimizer.map(|optimizer| optimizer.hyper.bias_correction),
@@ -156,6 +158,7 @@ pub(crate) fn of_run(run: &RunRecord) -> TrainArgs {
         keep_last: run.saving.keep_last,
         check_replicas: run.saving.check_replicas,
         mesh: run.mesh,
+        quantise: run.quantise,
         unflagged: Unflagged {
             decoupled: Some(hyper.decoupled),
             bias_correction: Some(hyper.bias_correction),
@@ -352,6 +355,12 @@ mod tests {
         --hpz 2                          => mesh.hpz = 2
         --ulysses 2                      => mesh.ulysses = 2
         --tensor-parallel 2              => mesh.tensor_parallel = 2
+        --quantize-params int8           => quantise.quantize_params = \"int8\"
+        --quantize-grads int8,int4       => quantise.quantize_grads = \"int8,int4\"
+        --quantize-frozen nf4            => quantise.quantize_frozen = \"nf4\"
+        --error-feedback                 => quantise.error_feedback = true
+        --error-feedback-beta 0.5        => quantise.error_feedback_beta = 0.5
+        --error-feedback-reset 5         => quantise.error_feedback_reset = 5
         --checkpoint-every 5             => checkpoint_every = 5
         --keep-last 5                    => keep_last = 5
         --check-replicas 5               => check_replicas = 5

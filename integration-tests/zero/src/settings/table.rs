@@ -9,6 +9,7 @@ use super::row::Row;
 const ROWS: &[&[Row]] = &[
     RUN,
     MESH,
+    QUANTISE,
     BATCH,
     ACTIVATIONS,
     offload::ROWS,
@@ -39,6 +40,19 @@ const MESH: &[Row] = &[
     Row::new("mesh.tensor_parallel", "--tensor-parallel").key("tensor_parallel.autotp_size"),
     // Ranks agree on the route by themselves, since launchers may report other machines to each.
     Row::new("mesh.two_level", "--collectives").not_compared(),
+];
+
+const QUANTISE: &[Row] = &[
+    Row::new("quantise.quantize_params", "--quantize-params")
+        .key("zero_optimization.zero_quantized_weights"),
+    Row::new("quantise.quantize_grads", "--quantize-grads")
+        .key("zero_optimization.zero_quantized_gradients"),
+    Row::new("quantise.quantize_frozen", "--quantize-frozen")
+        .key("zero_optimization.zero_quantized_nontrainable_weights"),
+    Row::new("quantise.error_feedback_beta", "--error-feedback-beta"),
+    Row::new("quantise.error_feedback_reset", "--error-feedback-reset"),
+    Row::new("quantise.error_feedback", "--error-feedback")
+        .key("zero_optimization.zeropp_loco_param"),
 ];
 
 const BATCH: &[Row] = &[

@@ -86,8 +86,24 @@ macro_rules! memory {
     };
 }
 
+/// A figure of quantised values.
+macro_rules! quantised {
+    ($column:literal, $figure:ident, $of:ident) => {
+        shown(
+            $column,
+            concat!("train/", stringify!($figure), "_", stringify!($of)),
+            |step| {
+                step.metrics
+                    .$figure
+                    .and_then(|figure| figure.$of)
+                    .map(Number::Real)
+            },
+        )
+    };
+}
+
 /// All figures, in the order of the columns.
-pub(crate) const FIGURES: [Figure; 22] = {
+pub(crate) const FIGURES: [Figure; 26] = {
     use Number::{Real, Whole};
     [
         listed("step", |step| Some(Whole(step.metrics.step))),
@@ -121,6 +137,10 @@ pub(crate) const FIGURES: [Figure; 22] = {
             Some(Real(step.metrics.tokens_per_s))
         }),
         shown("mfu", "speed/mfu", |step| step.mfu.map(Real)),
+        quantised!("quant_error.params", quant_error, params),
+        quantised!("quant_bound.params", quant_bound, params),
+        quantised!("quant_error.grads", quant_error, grads),
+        quantised!("quant_bound.grads", quant_bound, grads),
         memory!(params_bytes),
         memory!(grads_bytes),
         memory!(optimizer_bytes),

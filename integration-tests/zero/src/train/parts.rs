@@ -27,6 +27,7 @@ use crate::settings::collectives::{self, Route};
 use crate::settings::epochs::{self, Course};
 use crate::settings::mesh::{Shares, check_tensor_flags};
 use crate::settings::offload::resolve_folders;
+use crate::settings::quantise::QuantiseArgs;
 use crate::settings::record::{
     ActivationRecord, BatchRecord, CommunicationRecord, FORMAT, PROGRAM, RunRecord, SavingRecord,
     new_run_id,
@@ -190,6 +191,7 @@ impl<'a> RunParts<'a> {
             },
             communication: CommunicationRecord::of(&self.settings),
             mesh: MeshArgs::of(&self.settings.mesh),
+            quantise: QuantiseArgs::of(&self.settings),
             offload: self.settings.offload.clone(),
             device: args.device,
             gpu: self.device.as_ref().map(|gpu| gpu.name.clone()),
@@ -419,6 +421,7 @@ pub(super) fn model_options(
         offload_activations: settings.offload.activations,
         matmul_timing: !from.args.no_matmul_timing,
         recompute_gelu: false,
+        layout: settings.layout_options(),
     };
     model.config.check(&options).map_err(CliError::usage)?;
     if on_gpus {

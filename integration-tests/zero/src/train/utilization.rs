@@ -12,6 +12,7 @@ use zero_alloc::device::DType;
 
 use super::setup::RunSetup;
 use crate::error::CliError;
+use zero_models::ops::bf16::Bf16Products;
 use zero_models::ops::{Threads, ThreadsError, linear};
 use zero_trainer::StepMetrics;
 
@@ -48,7 +49,12 @@ pub(crate) struct Utilization {
 #[derive(Clone, Debug, PartialEq)]
 enum Peak {
     /// The best of all tries on the host, on this many threads.
-    Measured { flops: f64, threads: usize },
+    Measured {
+        flops: f64,
+        threads: usize,
+        /// Those of products in bf16; `None` for products in fp32.
+        products: Option<Bf16Products>,
+    },
     /// The sum of the devices' data sheets; `devices` names them and the type.
     DataSheet { flops: f64, devices: String },
     /// The device that this program has no peak for, and the type.
@@ -66,10 +72,15 @@ impl Peak {
     /// The origin of the peak, or why it is not known.
     fn source(&self) -> String {
         match self {
-            Self::Measured { threads, .. } => format!(
-                "the rate of fp32 matrix products here on {threads} threads, the best before the first step and after the \
-                 last one"
-            ),
+            Self::Measured {
+                threads, products, ..
+            } => {
+                let dtype = products.map_or(DType::F32, |_| DType::Bf16);
+                format!(
+                    "the rate of {dtype} matrix products here on {threads} threads, the best before the first step and \
+                     after the last one"
+                )
+            }
             Self::DataSheet { devices, .. } => format!("the dense {devices}"),
             Self::Unknown { device } => format!("the {device} is not known to this program"),
         }
@@ -89,9 +100,14 @@ impl Peak {
     /// The peak with another measurement of the host: the better of both.
     fn with_rate(self, rate: f64) -> Self {
         match self {
-            Self::Measured { flops, threads } => Self::Measured {
+            Self::Measured {
+                flops,
+                threads,
+                products,
+            } => Self::Measured {
                 flops: flops.max(rate),
                 threads,
+                products,
             },
             other => other,
         }
@@ -109,8 +125,13 @@ impl Utilization {
             None => {
                 let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
                 let threads = (setup.ranks * setup.workload.threads).min(cores);
-                let flops = measure(threads).map_err(CliError::failure)?;
-                Peak::Measured { flops, threads }
+                let products = Bf16Products::of_run(setup.settings.dtype);
+                let flops = measure(threads, products).map_err(CliError::failure)?;
+                Peak::Measured {
+                    flops,
+                    threads,
+                    products,
+                }
             }
             Some(name) => {
                 let dtype = setup.settings.dtype;
@@ -135,10 +156,13 @@ impl Utilization {
     /// Measures the host again, after the last step: another program may have run the first time.
     /// The better rate counts. If no threads can be started now, the first rate remains.
     pub(crate) fn measure_again(&mut self) {
-        let Peak::Measured { threads, .. } = self.peak else {
+        let Peak::Measured {
+            threads, products, ..
+        } = self.peak
+        else {
             return;
         };
-        if let Ok(rate) = measure(threads) {
+        if let Ok(rate) = measure(threads, products) {
             self.peak = self.peak.clone().with_rate(rate);
         }
     }
@@ -230,8 +254,8 @@ fn data_sheet(name: &str, dtype: DType) -> Option<f64> {
     (peak > 0.0).then_some(peak)
 }
 
-/// The best rate of fp32 matrix products on `threads` threads, in FLOPs per second.
-fn measure(threads: usize) -> Result<f64, ThreadsError> {
+/// The best rate of matrix products of a run on `threads` threads, in FLOPs per second.
+fn measure(threads: usize, products: Option<Bf16Products>) -> Result<f64, ThreadsError> {
     let pool = Threads::new(threads)?;
     // Each thread multiplies SIDE rows of x.
     let (x, w) = (
@@ -242,7 +266,7 @@ fn measure(threads: usize) -> Result<f64, ThreadsError> {
     let (started, mut best) = (Instant::now(), f64::INFINITY);
     while started.elapsed() < MEASURED {
         let before = Instant::now();
-        pool.run(|| linear::product(&mut y, &x, &w, SIDE));
+        pool.run(|| linear::product(&mut y, &x, &w, SIDE, products));
         best = best.min(before.elapsed().as_secs_f64());
     }
     Ok(2.0 * (threads * SIDE * SIDE * SIDE) as f64 / best.max(1e-9))
@@ -269,22 +293,31 @@ mod tests {
 
     #[test]
     fn host_rate_is_measured() {
-        assert!(measure(1).unwrap() > 1e6);
+        for products in [None, Bf16Products::of_cpu()] {
+            assert!(measure(1, products).unwrap() > 1e6);
+        }
+    }
+
+    fn measured(flops: f64) -> Peak {
+        Peak::Measured {
+            flops,
+            threads: 2,
+            products: None,
+        }
     }
 
     /// A run of 1 GFLOP a token on a host of `flops`.
     fn on_host(flops: f64) -> Utilization {
         Utilization {
             flops_per_token: 1e9,
-            peak: Peak::Measured { flops, threads: 2 },
+            peak: measured(flops),
         }
     }
 
     #[test]
     fn better_measurement_counts() {
-        let peak = |flops| Peak::Measured { flops, threads: 2 };
-        assert_eq!(peak(1e12).with_rate(2e12), peak(2e12));
-        assert_eq!(peak(2e12).with_rate(1e12), peak(2e12));
+        assert_eq!(measured(1e12).with_rate(2e12), measured(2e12));
+        assert_eq!(measured(2e12).with_rate(1e12), measured(2e12));
 
         let sheet = Peak::DataSheet {
             flops: 1e15,

@@ -48,7 +48,7 @@ class Config:
         if defaults.get("amsgrad") or defaults.get("maximize"):
             raise ConfigError("optimizer: this engine has neither amsgrad nor maximize")
         self.lr, self.betas, self.eps = defaults["lr"], tuple(defaults["betas"]), defaults["eps"]
-        self.weight_decay, self.bias_correction = defaults["weight_decay"], True
+        self.weight_decay, self.bias_correction, self.moments = defaults["weight_decay"], True, "fp32"
         self.decoupled = isinstance(optimizer, torch.optim.AdamW) or defaults.get("decoupled_weight_decay", False)
 
     @property
@@ -67,6 +67,7 @@ class Config:
         }
         return json.dumps({
             "hyper": hyper,
+            "moments": self.moments,
             "lr": self.base_lr,
             "schedule": json.loads(self.scheduler) if self.scheduler else {"type": "Constant"},
             "max_grad_norm": self.clip,

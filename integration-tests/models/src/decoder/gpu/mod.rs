@@ -110,7 +110,7 @@ impl GpuDecoder {
         let part = SequencePart::new(options, ranks)?;
         let tensor_rank = TensorRank::new(options, ranks)?;
         let units = tensor_rank.units(config)?;
-        let ranges = ParamRanges::new(config, &units);
+        let ranges = ParamRanges::new(config, &units, options)?;
         let passes = passes(config.layers, config.tied_head);
         let config = config.cut(tensor_rank.ranks);
         let device = pool.device();

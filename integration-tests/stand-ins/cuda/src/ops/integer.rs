@@ -108,9 +108,7 @@ fn two<T: Int>(mods: &mut Mods<'_>, operands: &[Operand], b: &mut Builder<'_>) -
         "min" => map2(to, from, |a, b| T::of(a).min(T::of(b)).bits()),
         // `.relu`: at least 0.
         "max" => match mods.take("relu") {
-            true => map2(to, from, |a, b| {
-                T::of(a).max(T::of(b)).max(T::of(0)).bits()
-            }),
+            true => map2(to, from, |a, b| T::of(a).max(T::of(b)).max(T::of(0)).bits()),
             false => map2(to, from, |a, b| T::of(a).max(T::of(b)).bits()),
         },
         _ => return unknown(),

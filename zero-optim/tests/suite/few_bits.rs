@@ -1,0 +1,401 @@
+//! Moments of 8 and 4 bits: with the same gradients the same state to the bit, at any number of
+//! ranks, stage and home, and through a change of the ranks, since a block is a range of a parameter.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use proptest::prelude::*;
+use zero_alloc::Purpose;
+use zero_alloc::device::{AnySlice, DType, Reduced, Stream};
+use zero_alloc::host::HostDevice;
+use zero_optim::{
+    Divisor, GatheredStats, GroupRules, Masters, Moments, OptimError, OptimizerConfig, ParamGroups,
+    RankStats, Segment, ShardedOptimizer, StateFormat, StateHome, StateKind, StateRange,
+    UnitSlices,
+};
+use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec};
+
+use super::common::{Buffer, Host, KINDS, LIMIT, Random, bits, cases};
+
+/// A model and how it is trained.
+#[derive(Clone, Debug)]
+struct Model {
+    units: Vec<UnitSpec>,
+    dtype: DType,
+    format: StateFormat,
+    seed: u64,
+}
+
+/// The state of every parameter: for each kind, the bits of its elements.
+type State = BTreeMap<(String, &'static str), Vec<u32>>;
+
+/// Where a model is trained.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    ranks: u64,
+    whole: bool,
+    in_pieces: bool,
+}
+
+/// One rank.
+struct One {
+    optim: ShardedOptimizer<HostDevice>,
+    params: Vec<Buffer>,
+    host: Host,
+    /// Its range of each unit's flat parameter.
+    held: Vec<Range<u64>>,
+}
+
+impl Model {
+    fn layout(&self, ranks: u64) -> Layout {
+        let options = self.format.moments.layout_options(LayoutOptions::default());
+        Layout::with_options(&self.units, ranks, options).unwrap()
+    }
+
+    /// Values of the elements `range` of a unit, the same wherever they are; 0 in padding.
+    fn values(&self, layout: &Layout, (unit, range): (usize, Range<u64>), seed: u64) -> Vec<f32> {
+        let placed = &layout.units()[unit];
+        let mut values = vec![0.0; (range.end - range.start) as usize];
+        for piece in placed.params_in(range.clone()).unwrap() {
+            let first = placed.params[piece.param].global_offset_elems + piece.in_param.start;
+            let at = (piece.in_flat.start - range.start) as usize;
+            for i in 0..piece.in_param.end - piece.in_param.start {
+                let mut random = Random(seed ^ (first + i).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+                let scale = 10_f32.powi(((first + i) % 7) as i32 - 5);
+                random.value();
+                values[at + i as usize] = random.value() * scale;
+            }
+        }
+        values
+    }
+
+    fn one(&self, place: Place, rank: u64) -> Result<One, OptimError> {
+        let layout = self.layout(place.ranks);
+        let host = Host::on(HostDevice::new());
+        let rules = vec![
+            GroupRules::default(),
+            GroupRules::default().weight_decay(Some(0.1)),
+            GroupRules::frozen(),
+        ];
+        let stored = (!place.whole).then_some(rank);
+        let groups = ParamGroups::of_layout(rules, &layout, stored, |id| {
+            [0, 1, 0, 2, 1][(id.unit + id.param) % 5]
+        });
+        let groups = groups.unwrap();
+        let segments = match place.whole {
+            true => Segment::wholes(&layout, rank),
+            false => Segment::shards(&layout),
+        };
+        let builder = host.builder().param_dtype(self.dtype).groups(&groups);
+        let config = OptimizerConfig::default().sub_group_elems(3000);
+        let builder = builder.config(config).format(self.format);
+        let mut optim = match place.in_pieces {
+            true => builder.offload(StateHome::Memory).build(segments)?,
+            false => builder.build(segments)?,
+        };
+
+        let held = layout.units().iter().map(|unit| match place.whole {
+            true => 0..unit.padded_elems,
+            false => unit.shard(rank),
+        });
+        let held: Vec<_> = held.collect();
+        let init = |(unit, range): (usize, &Range<u64>)| {
+            let values = self.values(&layout, (unit, range.clone()), self.seed);
+            Buffer::new(&values, self.dtype)
+        };
+        let mut params: Vec<_> = held.iter().enumerate().map(init).collect();
+        optim.init_masters(&host.stream, &slices(&mut params))?;
+        host.stream.synchronize(LIMIT)?;
+        Ok(One {
+            optim,
+            params,
+            host,
+            held,
+        })
+    }
+
+    fn world(&self, place: Place) -> Vec<One> {
+        let ranks = 0..place.ranks;
+        ranks.map(|rank| self.one(place, rank).unwrap()).collect()
+    }
+
+    /// A step of all ranks, whose gradients have the same sum wherever they are.
+    fn step(&self, world: &mut [One], step: u64) {
+        let layout = self.layout(world.len() as u64);
+        // Without clipping no sum over ranks changes the update.
+        let stats = vec![RankStats::new(&[], 0.0); world.len()];
+        for one in world {
+            let grads = one.held.iter().enumerate().map(|(unit, range)| {
+                let of = (unit, range.clone());
+                Buffer::new(
+                    &self.values(&layout, of, self.seed ^ (step + 1) << 32),
+                    DType::F32,
+                )
+            });
+            let mut grads: Vec<_> = grads.collect();
+            // SAFETY: written before; kept until the stream is drained.
+            let reduced = grads.iter_mut().map(|grad| unsafe {
+                Reduced::new(grad.slice(), one.host.stream.record().unwrap())
+            });
+            let reduced: Vec<_> = reduced.collect();
+            let params = slices(&mut one.params);
+            let units = reduced.iter().zip(&params);
+            let units: Vec<_> = units
+                .map(|(grad, param)| UnitSlices { grad, param })
+                .collect();
+            let gathered = GatheredStats::new(&stats, Divisor::Sum(4.0));
+            let outcome = one.optim.step(&one.host.stream, &units, gathered, LIMIT);
+            assert!(!outcome.unwrap().is_skipped());
+            one.host.stream.synchronize(LIMIT).unwrap();
+        }
+    }
+
+    /// All state, of the ranks that own it, parameter by parameter.
+    fn state(&self, world: &mut [One]) -> State {
+        let layout = self.layout(world.len() as u64);
+        let mut state = State::new();
+        for (rank, one) in world.iter_mut().enumerate() {
+            for (unit, placed) in layout.units().iter().enumerate() {
+                let shard = placed.shard(rank as u64);
+                for kind in KINDS {
+                    let values = one.read(kind, unit, shard.clone());
+                    for piece in placed.params_in(shard.clone()).unwrap() {
+                        let name = placed.params[piece.param].name.clone();
+                        let at = (piece.in_flat.start - shard.start) as usize
+                            ..(piece.in_flat.end - shard.start) as usize;
+                        let of_param = state.entry((name, kind.name())).or_default();
+                        of_param.extend(bits(&values[at]));
+                    }
+                }
+            }
+        }
+        state
+    }
+
+    /// Writes all state of `from` to `to`, which may have another number of ranks.
+    fn copy(&self, state: &State, to: &mut [One]) {
+        let layout = self.layout(to.len() as u64);
+        for one in to {
+            for (unit, placed) in layout.units().iter().enumerate() {
+                let held = one.held[unit].clone();
+                for kind in KINDS {
+                    let mut values = vec![0.0; (held.end - held.start) as usize];
+                    for piece in placed.params_in(held.clone()).unwrap() {
+                        let name = placed.params[piece.param].name.clone();
+                        let all = &state[&(name, kind.name())];
+                        for i in 0..piece.in_param.end - piece.in_param.start {
+                            let at = (piece.in_flat.start - held.start + i) as usize;
+                            let of_param = (piece.in_param.start + i) as usize;
+                            values[at] = f32::from_bits(all[of_param]);
+                        }
+                    }
+                    one.write(kind, unit, &values);
+                }
+            }
+        }
+    }
+}
+
+fn slices(params: &mut [Buffer]) -> Vec<[(AnySlice, usize); 1]> {
+    params.iter_mut().map(|p| [(p.slice(), 0)]).collect()
+}
+
+impl One {
+    fn read(&mut self, kind: StateKind, unit: usize, range: Range<u64>) -> Vec<f32> {
+        let first = self.held[unit].start;
+        let elems = (range.start - first) as usize..(range.end - first) as usize;
+        let mut values = vec![0.0; elems.len()];
+        let params = slices(&mut self.params);
+        let range = StateRange { kind, unit, elems };
+        let read = (&range, &params[unit][..]);
+        let (optim, stream) = (&mut self.optim, &self.host.stream);
+        optim
+            .read_state(stream, read.0, read.1, &mut values, LIMIT)
+            .unwrap();
+        values
+    }
+
+    fn write(&mut self, kind: StateKind, unit: usize, values: &[f32]) {
+        let params = slices(&mut self.params);
+        let elems = 0..values.len();
+        let range = StateRange { kind, unit, elems };
+        let (optim, stream) = (&mut self.optim, &self.host.stream);
+        optim
+            .write_state(stream, &range, &params[unit], values, LIMIT)
+            .unwrap();
+        optim
+            .write_unit_params(stream, unit, &params[unit])
+            .unwrap();
+        stream.synchronize(LIMIT).unwrap();
+    }
+}
+
+fn models() -> impl Strategy<Value = Model> {
+    let whole = (16..40_u64).prop_map(|blocks| 256 * blocks);
+    let elems = prop_oneof![1..300_u64, 4000..5000_u64, whole];
+    let unit = prop::collection::vec(elems, 0..5);
+    let formats = (
+        prop_oneof![Just(Moments::EightBit), Just(Moments::FourBit)],
+        prop_oneof![
+            Just((DType::F32, Masters::Fp32)),
+            Just((DType::F16, Masters::Fp32)),
+            Just((DType::Bf16, Masters::Remainder)),
+        ],
+    );
+    let all = (prop::collection::vec(unit, 1..4), formats, any::<u64>());
+    all.prop_map(|(units, (moments, (dtype, masters)), seed)| {
+        let unit = |(u, sizes): (usize, Vec<u64>)| {
+            let param = |(p, elems)| ParamSpec::new(format!("{u}.{p}"), [elems]);
+            UnitSpec::new(
+                format!("unit{u}"),
+                sizes.into_iter().enumerate().map(param).collect::<Vec<_>>(),
+            )
+        };
+        Model {
+            units: units.into_iter().enumerate().map(unit).collect(),
+            dtype,
+            format: StateFormat::default().masters(masters).moments(moments),
+            seed,
+        }
+    })
+}
+
+const fn shards(ranks: u64) -> Place {
+    Place {
+        ranks,
+        whole: false,
+        in_pieces: false,
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(12))]
+
+    #[test]
+    fn state_does_not_depend_on_the_sharding(model in models()) {
+        let train = |place: Place| {
+            let mut world = model.world(place);
+            for step in 0..4 {
+                model.step(&mut world, step);
+            }
+            model.state(&mut world)
+        };
+        let expected = train(shards(1));
+        for ranks in [2, 3, 4, 7] {
+            prop_assert_eq!(&train(shards(ranks)), &expected, "{} ranks", ranks);
+        }
+        for (whole, in_pieces) in [(true, false), (false, true), (true, true)] {
+            let place = Place { ranks: 2, whole, in_pieces };
+            prop_assert_eq!(&train(place), &expected, "{:?}", place);
+        }
+
+        // 4 ranks, 3, 7: a change of the ranks before each of the last steps.
+        let mut world = model.world(shards(4));
+        model.step(&mut world, 0);
+        model.step(&mut world, 1);
+        for (step, ranks) in [(2, 3), (3, 7)] {
+            let state = model.state(&mut world);
+            let progress = world[0].optim.progress();
+            world = model.world(shards(ranks));
+            model.copy(&state, &mut world);
+            for one in &mut world {
+                one.optim.restore(&progress).unwrap();
+            }
+            model.step(&mut world, step);
+        }
+        prop_assert_eq!(&model.state(&mut world), &expected);
+    }
+}
+
+/// Small parameters and frozen ones, and what the state takes.
+#[test]
+fn small_parameters_have_moments_in_fp32() {
+    let params = [
+        ("large", 4096),
+        ("bias", 4095),
+        ("odd", 5000),
+        ("whole", 5120),
+    ];
+    let params = params.map(|(name, elems)| ParamSpec::new(name, [elems]));
+    let model = Model {
+        units: vec![UnitSpec::new("unit", params)],
+        dtype: DType::Bf16,
+        format: StateFormat::default()
+            .masters(Masters::Remainder)
+            .moments(Moments::EightBit),
+        seed: 7,
+    };
+    let layout = model.layout(1);
+    let places = layout.units()[0].params.iter().map(|param| param.range());
+    let expected = [0..4096, 4096..8191, 8191..13191, 13312..18432];
+    assert_eq!(places.collect::<Vec<_>>(), expected);
+
+    let one = model.one(shards(1), 0).unwrap();
+    let state = one.host.pool.report().of(Purpose::Optimizer).live_bytes;
+    // Remainders of all, moments of 16 + 20 blocks, and of the others with padding in fp32.
+    let expected = 2 * (18432 + (16 + 20) * 260 + 4 * (13312 - 4096));
+    assert!(
+        state.abs_diff(expected) < 6 * 512,
+        "{state} bytes, expected {expected}"
+    );
+}
+
+#[test]
+fn blocks_are_never_cut() {
+    let host = Host::on(HostDevice::new());
+    let build = |segment: Segment| {
+        let format = StateFormat::default().moments(Moments::EightBit);
+        let built = host.builder().format(format).build(vec![segment]);
+        built.err().map(|error| error.to_string())
+    };
+    assert_eq!(build(Segment::shard("a", 0..512)), None);
+    let error = build(Segment::shard("a", 0..500)).unwrap();
+    let expected = "unit a: elements 0..500 have state in blocks of 256, but do not begin and end with blocks; make the \
+                    layout with param_align_elems and shard_align_elems of 256, and the groups with ParamGroups::of_layout";
+    assert_eq!(error, expected);
+}
+
+#[test]
+fn parts_of_blocks_are_read_but_not_written() {
+    let params = [ParamSpec::new("a", [5120])];
+    let model = Model {
+        units: vec![UnitSpec::new("unit", params)],
+        dtype: DType::F32,
+        format: StateFormat::default().moments(Moments::FourBit),
+        seed: 3,
+    };
+    for in_pieces in [false, true] {
+        let place = Place {
+            in_pieces,
+            ..shards(1)
+        };
+        let mut world = model.world(place);
+        model.step(&mut world, 0);
+        let one = &mut world[0];
+        let kind = StateKind::Slot("first_moment");
+        let all = one.read(kind, 0, 0..5120);
+        assert!(all.iter().any(|x| *x != 0.0));
+        for range in [0..5120, 100..101, 127..129, 2900..3100] {
+            let part = one.read(kind, 0, range.start as u64..range.end as u64);
+            assert_eq!(bits(&part), bits(&all[range]));
+        }
+
+        let params = slices(&mut one.params);
+        let range = StateRange {
+            kind,
+            unit: 0,
+            elems: 128..200,
+        };
+        let (optim, stream) = (&mut one.optim, &one.host.stream);
+        let written = optim.write_state(stream, &range, &params[0], &[0.0; 72], LIMIT);
+        let expected = "unit unit: first_moment is in blocks of 128 elements; write whole blocks, not elements 128..200";
+        assert_eq!(written.unwrap_err().to_string(), expected);
+        let range = StateRange {
+            elems: 128..256,
+            ..range
+        };
+        let written = optim.write_state(stream, &range, &params[0], &[1.0; 128], LIMIT);
+        written.unwrap();
+        assert_eq!(one.read(kind, 0, 127..257)[1..129], [1.0; 128]);
+    }
+}
