@@ -109,7 +109,7 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
 
     /// Sets the formats of masters and moments. Moments in bf16 need
     /// [`Self::offload`]; those of 8 and 4 bits need groups of [`ParamGroups::of_layout`], of an
-    /// aligned layout ([`Moments::align_elems`](crate::Moments::align_elems)).
+    /// aligned layout ([`Moments::layout_options`](crate::Moments::layout_options)).
     ///
     /// [`Masters::Remainder`], for bf16 parameters: masters as a 16-bit remainder beside each
     /// parameter, 10 bytes of Adam's state an element in place of 12, and 26 bytes of traffic an

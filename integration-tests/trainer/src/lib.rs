@@ -18,6 +18,7 @@ mod batch;
 mod error;
 #[cfg(test)]
 mod fixtures;
+mod frozen_layout;
 mod launch;
 mod mesh;
 mod mesh_settings;
@@ -57,6 +58,7 @@ pub use rank_bytes::{RankBytes, encoded_bytes, gathers, piece_elems, scratch_ele
 pub use rank_exchange::RankExchange;
 pub use saving::state::TrainerState;
 pub use schedule::{StepSchedule, record_on_device, record_on_host};
+pub use settings::SHARD_ALIGN_ELEMS;
 pub use settings::Settings;
 pub use stages::grad_errors::SavedErrors;
 pub use stages::optimizer::device_steps;
@@ -66,5 +68,4 @@ pub use telemetry::memory_trace::{MemoryPoint, MemoryTrace};
 pub use telemetry::metrics::{
     Best, CommBytes, MemoryBytes, NvmeBytes, OverlapMs, QuantFigures, StepMetrics, Validation,
 };
-pub use units::SHARD_ALIGN_ELEMS;
 pub use workload::{BatchAt, InitialWeights, RankSummary, Workload};

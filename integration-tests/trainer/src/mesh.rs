@@ -33,8 +33,8 @@ use zero_shard::{Grid, GridLayout, Sharding};
 use crate::error::TrainError;
 use crate::mesh_settings::MeshSettings;
 use crate::model::ModelRanks;
+use crate::quantised::EncodedSums;
 use crate::settings::Settings;
-use crate::step::quant_sums::{Encoded, QuantSums};
 
 /// The communicators of a rank's axes.
 pub(crate) struct Mesh<D: Device> {
@@ -195,15 +195,14 @@ impl<D: Device> Mesh<D> {
         settings: &Settings,
         kernels: &Arc<dyn Kernels<D>>,
         pool: &Pool<D>,
-        sums: Option<&QuantSums<D>>,
+        sums: Option<EncodedSums>,
     ) -> Result<(), TrainError> {
-        let of = |kind| sums.map(|sums| sums.of(kind));
         if let Some(codec) = settings.gather_codec {
             let coded = |gather: &Gather<D>| {
                 let gather = gather.clone();
                 gather.with_codec(codec, Arc::clone(kernels), pool.clone())
             };
-            let counted = |gather: Gather<D>| match of(Encoded::Params) {
+            let counted = |gather: Gather<D>| match sums.map(|sums| sums.params) {
                 Some(sums) => gather.with_sums(sums),
                 None => gather,
             };
@@ -220,10 +219,10 @@ impl<D: Device> Mesh<D> {
         let Some(grads) = settings.quantised_grads else {
             return Ok(());
         };
-        let quantised = |reduce: &Reduce<D>, hops, kind| {
+        let quantised = |reduce: &Reduce<D>, hops, of_kind| {
             let reduce = reduce.clone();
             let reduce = reduce.quantised(hops, Arc::clone(kernels), pool.clone())?;
-            Ok::<_, CommError>(match of(kind) {
+            Ok::<_, CommError>(match of_kind {
                 Some(sums) => reduce.with_sums(sums),
                 None => reduce,
             })
@@ -238,12 +237,13 @@ impl<D: Device> Mesh<D> {
         let hops = std::iter::once((first, grads.within))
             .chain(self.between().map(|comm| (comm, grads.between)))
             .map(|(comm, format)| (Arc::clone(comm), format));
-        self.reduce = quantised(&self.reduce, hops.collect(), Encoded::Grads)?;
+        self.reduce = quantised(&self.reduce, hops.collect(), sums.map(|sums| sums.grads))?;
         if let Some(replicas) = &mut self.replicas
             && replicas.sharding == Sharding::Hybrid
         {
             let hop = vec![(Arc::clone(replicas.reduce.comm()), grads.between)];
-            replicas.reduce = quantised(&replicas.reduce, hop, Encoded::ReplicaGrads)?;
+            replicas.reduce =
+                quantised(&replicas.reduce, hop, sums.map(|sums| sums.replica_grads))?;
         }
         Ok(())
     }

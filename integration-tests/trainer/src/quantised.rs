@@ -1,6 +1,7 @@
 //! Settings of quantised communication.
 
-use zero_kernels::Codec;
+use zero_alloc::device::DeviceSlice;
+use zero_kernels::{Codec, EncodeSums};
 use zero_shard::{BlockFormat, WireFormat};
 
 /// Gradients that travel in blocks of few bits, each value rounded once a hop and summed in fp32
@@ -49,4 +50,13 @@ pub(crate) fn wire_of(codec: Codec) -> WireFormat {
         Codec::Blocks(format) => format.wire(),
         _ => WireFormat::plain(codec.dtype().size_bytes() as u64),
     }
+}
+
+/// The sums of errors of what a rank encodes, by kind.
+#[derive(Clone, Copy)]
+pub(crate) struct EncodedSums {
+    pub(crate) params: DeviceSlice<EncodeSums>,
+    pub(crate) grads: DeviceSlice<EncodeSums>,
+    /// Of gradients that replicas sum, which are encoded on the replicas' stream.
+    pub(crate) replica_grads: DeviceSlice<EncodeSums>,
 }

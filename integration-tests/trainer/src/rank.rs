@@ -178,7 +178,8 @@ impl<D: Device> Rank<D> {
             }
             false => None,
         };
-        mesh.encode(settings, &kernels, &pool, quant_sums.as_ref())?;
+        let sums = quant_sums.as_ref().map(QuantSums::of_kinds);
+        mesh.encode(settings, &kernels, &pool, sums)?;
         let layout = Arc::new(layouts.params(0).0.clone());
         let groups = settings.resolve_groups(&layout)?;
         let is_sharded = settings.stage.shards_params();
@@ -385,9 +386,6 @@ pub(crate) fn uses(passes: &[Pass], groups: &ModelGroups) -> Vec<Vec<usize>> {
 fn of((layout, shard): (&Layout, u64), unit: usize) -> Range<u64> {
     layout.units()[unit].shard(shard)
 }
-
-/// Fills a buffer with the weights of a range.
-pub(crate) type Fill<'a> = &'a mut dyn FnMut(Range<usize>, &mut Vec<f32>) -> Result<(), TrainError>;
 
 /// The first pass that adds to a trained gradient.
 pub(crate) fn first_trained(passes: &[Pass], groups: &ModelGroups) -> usize {

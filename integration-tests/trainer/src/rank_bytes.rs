@@ -300,7 +300,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::fixtures::{kind_of, passes, units};
     use crate::offload::settings::Home;
-    use crate::units::SHARD_ALIGN_ELEMS;
+    use crate::settings::SHARD_ALIGN_ELEMS;
 
     pub(crate) fn settings(stage: ZeroStage, offload: OffloadSettings) -> Settings {
         Settings {

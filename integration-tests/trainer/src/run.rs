@@ -163,7 +163,9 @@ impl<D: Device> StepContext<'_, D> {
         let optimizer = stage.optimizer();
         recorder.run(GraphPart::Decision, || optimizer.decide(rank, inputs))?;
         optimizer.expect_outcome(rank)?;
-        let quantised = rank.quant_sums.as_ref().map(|sums| sums.exchange(rank));
+        let device = rank.pool.device();
+        let sums = rank.quant_sums.as_ref();
+        let quantised = sums.map(|sums| sums.exchange(device, &*rank.comm));
         enqueued.quantised = quantised.transpose()?;
 
         rank.timeline.set_phase(Phase::Optimizer.name());
@@ -403,7 +405,9 @@ impl<'a, D: Device> Run<'a, D> {
             return Err(failure.into());
         }
         let quantised = match (&rank.quant_sums, &enqueued.quantised) {
-            (Some(sums), Some(exchanged)) => Some(sums.read(rank, exchanged)?),
+            (Some(sums), Some(exchanged)) => {
+                Some(sums.read(exchanged, rank.settings.host_limit())?)
+            }
             _ => None,
         };
         let next_scale = stage.optimizer().progress().loss_scaler.scale;

@@ -12,12 +12,14 @@ use zero_shard::{
 };
 
 use crate::error::TrainError;
+use crate::frozen_layout::in_blocks;
 use crate::mesh_settings::MeshSettings;
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
 use crate::quantised::{QuantisedGrads, wire_of};
-use crate::stages::frozen::in_blocks;
-use crate::units::SHARD_ALIGN_ELEMS;
+
+/// Alignment of shards in elements: 32 bytes of a 16-bit type.
+pub const SHARD_ALIGN_ELEMS: u64 = 16;
 
 /// Settings that are equal on all ranks.
 #[derive(Clone, Debug)]
@@ -100,7 +102,10 @@ impl Settings {
         let mut groups = self.groups.resolve(layout, self.kind_of)?;
         let small = self.small_optimizer_state().wire();
         groups.small = (small != self.optimizer_state().wire()).then_some(small);
-        groups.in_blocks = in_blocks(self, &groups, layout);
+        groups.in_blocks = match self.quantised_frozen {
+            Some(format) => in_blocks(format, self.kind_of, &groups, layout),
+            None => vec![None; layout.units().len()],
+        };
         Ok(groups)
     }
 

@@ -12,11 +12,8 @@ use zero_shard::{GridLayout, Layout, ParamSpec, TensorCut, TensorPart, UnitSpec,
 
 use crate::error::TrainError;
 use crate::model::ModelError;
-use crate::settings::Settings;
+use crate::settings::{SHARD_ALIGN_ELEMS, Settings};
 use crate::workload::{InitialWeights, Workload};
-
-/// Alignment of shards in elements: 32 bytes of a 16-bit type.
-pub const SHARD_ALIGN_ELEMS: u64 = 16;
 
 /// The layouts that all ranks share.
 #[derive(Clone, Debug)]

@@ -9,6 +9,7 @@ use zero_alloc::host::OpSpan;
 use zero_shard::{ParamSpec, TensorCut, UnitSpec};
 
 use crate::batch::{Batch, BatchRows};
+use crate::error::TrainError;
 use crate::model::{Model, ModelError, ModelRanks, Pass};
 use crate::telemetry::memory_trace::MemoryTrace;
 use crate::telemetry::metrics::{Best, NvmeBytes, StepMetrics};
@@ -148,3 +149,6 @@ impl RankSummary {
         }
     }
 }
+
+/// Fills a buffer with the weights of a range.
+pub(crate) type Fill<'a> = &'a mut dyn FnMut(Range<usize>, &mut Vec<f32>) -> Result<(), TrainError>;

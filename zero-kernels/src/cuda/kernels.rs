@@ -9,7 +9,8 @@ use zero_alloc::device::{
 };
 use zero_shard::BlockFormat;
 
-use super::launch::{self, EVERY_KERNEL_BYTES, Launch, Param};
+use super::every_kernel::{EVERY_KERNEL_BYTES, entries_of, every_kernel};
+use super::launch::{self, Launch, Param};
 use super::source::SOURCES;
 use super::{Functions, Loader, launch_blocks};
 use crate::step::RankStats;
@@ -65,8 +66,7 @@ impl CudaKernels {
 
         let enqueue = || {
             device.fill_zero(stream, all)?;
-            let mut launches =
-                launch::every_kernel(all.as_ptr() as usize, device.id())?.into_iter();
+            let mut launches = every_kernel(all.as_ptr() as usize, device.id())?.into_iter();
             // SAFETY: these launches access only the zeroed bytes.
             launches.try_for_each(|launch| unsafe { self.launch(stream, "warm", launch) })
         };
@@ -93,9 +93,7 @@ impl CudaKernels {
             return Ok(functions);
         }
         let source = &SOURCES[index];
-        let functions = self
-            .loader
-            .load(source, &launch::entries_of(source.name)?)?;
+        let functions = self.loader.load(source, &entries_of(source.name)?)?;
         Ok(slot.get_or_init(|| functions))
     }
 

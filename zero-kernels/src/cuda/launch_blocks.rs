@@ -4,7 +4,7 @@
 use zero_alloc::device::{AnySlice, DeviceId, DeviceSlice};
 use zero_shard::BlockFormat;
 
-use super::launch::{Launch, Param, Slots, index};
+use super::launch::{Launch, Param, index};
 use super::span::{Span, THREADS, grid};
 use crate::rule::entries;
 use crate::{EncodeSums, Feedback, KernelError, check};
@@ -92,16 +92,4 @@ pub(super) fn decode_blocks(
             values(format),
         ],
     ))
-}
-
-/// A launch of each kernel for arrays of `float`'s dtype, an empty range.
-pub(super) fn every_kernel(slots: Slots, float: AnySlice) -> Result<Vec<Launch>, KernelError> {
-    let device = slots.device;
-    let blocks = slots.none::<u8>().erase();
-    let mut launches = Vec::new();
-    for format in [BlockFormat::Int8, BlockFormat::Int4, BlockFormat::Nf4] {
-        launches.push(encode_blocks(device, format, (float, blocks), None, None)?);
-        launches.push(decode_blocks(device, format, (blocks, 1), float)?);
-    }
-    Ok(launches)
 }

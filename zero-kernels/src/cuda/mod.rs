@@ -26,6 +26,7 @@
 
 mod cache;
 mod error;
+mod every_kernel;
 mod kernels;
 mod launch;
 mod launch_blocks;
@@ -37,9 +38,9 @@ mod target;
 
 pub use cache::{Compile, KernelCache, user_folder};
 pub use error::CudaError;
-pub use kernels::CudaKernels;
 #[doc(hidden)]
-pub use launch::kernel_signatures;
+pub use every_kernel::kernel_signatures;
+pub use kernels::CudaKernels;
 pub use loader::{Functions, Loader};
 pub use nvrtc::{Compiled, Nvrtc};
 pub use source::KernelSource;

@@ -10,10 +10,11 @@ use crate::error::TrainError;
 use crate::offload::host_optimizer::HostOptimizer;
 use crate::offload::host_params::SharedParams;
 use crate::offload::leaving_sums::LeavingSums;
-use crate::rank::{Fill, Rank};
+use crate::rank::Rank;
 use crate::stages::device_sums::DeviceSums;
 use crate::stages::optimizer::{Optimizer, no_outcome, write_weights};
 use crate::step::inputs::StepInputs;
+use crate::workload::Fill;
 
 /// An optimizer on the host.
 pub(crate) struct OffloadedOptimizer<D: Device> {

@@ -9,10 +9,11 @@ use zero_optim::{
 };
 
 use crate::error::TrainError;
-use crate::rank::{Fill, Rank};
+use crate::rank::Rank;
 use crate::stages::device_sums::DeviceSums;
 use crate::stages::optimizer::{Optimizer, device_steps, no_outcome, write_weights};
 use crate::step::inputs::StepInputs;
+use crate::workload::Fill;
 
 /// An optimizer on the device.
 pub(crate) struct DeviceOptimizer<D: Device> {

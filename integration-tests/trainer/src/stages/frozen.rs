@@ -16,13 +16,13 @@ use zero_alloc::device::{AnySlice, DType, Device, Element};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_comm::{CommError, Communicator};
 use zero_kernels::{Codec, Float, Kernels, Rounding, host};
-use zero_optim::ParamKind;
-use zero_shard::{BlockFormat, Layout, ParamPlacement, UnitLayout, WireFormat};
+use zero_shard::{BlockFormat, Layout, UnitLayout};
 
 use crate::error::TrainError;
+use crate::frozen_layout::plain_ranges;
 use crate::param_groups::ModelGroups;
-use crate::rank::Fill;
 use crate::settings::Settings;
+use crate::workload::Fill;
 
 /// Elements that are encoded or decoded at a time: whole blocks of any format.
 const CHUNK_ELEMS: u64 = 1 << 20;
@@ -51,42 +51,6 @@ struct FrozenUnit {
     plain: Vec<(Range<usize>, usize)>,
 }
 
-/// Whether a parameter of a frozen unit is in blocks.
-fn holds(settings: &Settings, param: &ParamPlacement) -> bool {
-    let is_matrix = (settings.kind_of)(&param.name) == ParamKind::Linear;
-    is_matrix && BlockFormat::holds(param.numel_elems)
-}
-
-/// For each unit that is frozen and in blocks, their format and the elements that are not in blocks.
-pub(crate) fn in_blocks(
-    settings: &Settings,
-    groups: &ModelGroups,
-    layout: &Layout,
-) -> Vec<Option<(WireFormat, u64)>> {
-    let of_unit = |(unit, placed): (usize, &UnitLayout)| {
-        let format = settings.quantised_frozen?;
-        let has_matrix = placed.params.iter().any(|param| holds(settings, param));
-        let plain = plain_ranges(settings, placed).into_iter();
-        let plain = plain.map(|range| range.end - range.start).sum();
-        (has_matrix && groups.is_frozen(unit)).then_some((format.wire(), plain))
-    };
-    layout.units().iter().enumerate().map(of_unit).collect()
-}
-
-/// The ranges of the flat parameter of such a unit that are not in blocks, with the padding between
-/// and behind them.
-fn plain_ranges(settings: &Settings, placed: &UnitLayout) -> Vec<Range<u64>> {
-    let mut plain: Vec<Range<u64>> = Vec::new();
-    let others = placed.params.iter().filter(|param| !holds(settings, param));
-    for range in others.map(ParamPlacement::range) {
-        match plain.last_mut().filter(|last| last.end == range.start) {
-            Some(last) => last.end = range.end,
-            None => plain.push(range),
-        }
-    }
-    plain
-}
-
 impl<D: Device> FrozenUnits<D> {
     /// The frozen units of a rank, whose part of unit `u` is `held(u)`, shared with the ranks of
     /// `comm`; `None` if there are none in blocks.
@@ -108,11 +72,13 @@ impl<D: Device> FrozenUnits<D> {
             let held = held(unit);
             let start = bytes;
             bytes += format.bytes((held.end - held.start) as usize);
-            let plain = plain_ranges(settings, placed).into_iter().map(|range| {
-                let at = elems;
-                elems += (range.end - range.start) as usize;
-                (range.start as usize..range.end as usize, at)
-            });
+            let plain = plain_ranges(settings.kind_of, placed)
+                .into_iter()
+                .map(|range| {
+                    let at = elems;
+                    elems += (range.end - range.start) as usize;
+                    (range.start as usize..range.end as usize, at)
+                });
             Some(FrozenUnit {
                 held,
                 bytes: start..bytes,

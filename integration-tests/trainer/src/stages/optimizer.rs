@@ -14,8 +14,9 @@ use zero_optim::{
 use crate::error::TrainError;
 use crate::offload::host_optimizer::HostOptimizer;
 use crate::offload::host_params::SharedParams;
-use crate::rank::{Fill, Rank};
+use crate::rank::Rank;
 use crate::step::inputs::StepInputs;
+use crate::workload::Fill;
 
 /// Steps whose learning rates are uploaded at once: 24 KiB a set of rates.
 pub(crate) const STEPS_AHEAD: u64 = 768;

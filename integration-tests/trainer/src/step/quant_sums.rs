@@ -10,27 +10,21 @@
 //! step travel once, as control data, before its update; so those of the parameters that stages 1
 //! and 2 gather behind the update are part of the next step, which reads them.
 
+use std::time::Duration;
+
 use zero_alloc::device::{AnySlice, DType, Device, DeviceSlice, Event, Stream};
 use zero_alloc::host::HostDevice;
 use zero_alloc::{Block, Pool, Purpose};
-use zero_comm::CommError;
+use zero_comm::{CommError, Communicator};
 use zero_kernels::EncodeSums;
 
 use crate::error::TrainError;
-use crate::rank::Rank;
+use crate::quantised::EncodedSums;
 use crate::telemetry::metrics::QuantFigures;
 
 /// Entries of a kind: 2^20 elements are encoded by one launch.
 const ENTRIES: usize = 64;
 const ENTRY_BYTES: usize = size_of::<EncodeSums>();
-
-/// The kinds of values. Gradients that replicas sum are encoded on the replicas' stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Encoded {
-    Params,
-    Grads,
-    ReplicaGrads,
-}
 
 const KINDS: usize = 3;
 
@@ -75,18 +69,29 @@ impl<D: Device> QuantSums<D> {
         unsafe { self.block.slice() }
     }
 
-    /// The sums of a kind.
-    pub(crate) fn of(&self, kind: Encoded) -> DeviceSlice<EncodeSums> {
+    /// The sums of each kind.
+    pub(crate) fn of_kinds(&self) -> EncodedSums {
         let own = self.own();
         let len = ENTRIES * ENTRY_BYTES;
-        let part = own.slice(kind as usize * len..(kind as usize + 1) * len);
-        // SAFETY: entries of a block, which is aligned for them; all bits are values.
-        unsafe { DeviceSlice::from_raw_parts(part.as_ptr().cast(), ENTRIES, own.device()) }
+        let of_kind = |kind: usize| {
+            let part = own.slice(kind * len..(kind + 1) * len);
+            // SAFETY: entries of a block, which is aligned for them; all bits are values.
+            unsafe { DeviceSlice::from_raw_parts(part.as_ptr().cast(), ENTRIES, own.device()) }
+        };
+        EncodedSums {
+            params: of_kind(0),
+            grads: of_kind(1),
+            replica_grads: of_kind(2),
+        }
     }
 
     /// Enqueues the exchange of the sums so far, and sets them to zero. Returns the event after
     /// which the host may [read](Self::read) them.
-    pub(crate) fn exchange(&self, rank: &Rank<D>) -> Result<D::Event, TrainError> {
+    pub(crate) fn exchange(
+        &self,
+        device: &D,
+        comm: &dyn Communicator<D>,
+    ) -> Result<D::Event, TrainError> {
         let [comm_stream, others @ ..] = &self.streams[..] else {
             return Err(TrainError::State("internal error: no stream".to_owned()));
         };
@@ -97,8 +102,7 @@ impl<D: Device> QuantSums<D> {
         let all = unsafe { self.all.slice() };
         // SAFETY: the host reads it behind the event below, and waits for it before the drop.
         let copy = unsafe { self.copy.slice() };
-        let device = rank.pool.device();
-        rank.comm.control_all_gather(comm_stream, self.own(), all)?;
+        comm.control_all_gather(comm_stream, self.own(), all)?;
         device.copy(comm_stream, all, copy)?;
         device.fill_zero(comm_stream, self.own())?;
         let done = comm_stream.record()?;
@@ -109,12 +113,10 @@ impl<D: Device> QuantSums<D> {
     /// The error and its bound, each relative to the values, of what an exchange sent.
     pub(crate) fn read(
         &self,
-        rank: &Rank<D>,
         exchanged: &D::Event,
+        limit: Duration,
     ) -> Result<[QuantFigures; 2], TrainError> {
-        exchanged
-            .synchronize(rank.settings.host_limit())
-            .map_err(CommError::from)?;
+        exchanged.synchronize(limit).map_err(CommError::from)?;
         // SAFETY: the copy that writes it has ended, and the next one is enqueued behind this call.
         let copy = unsafe { self.copy.slice() }.typed::<u8>()?;
         // SAFETY: as above; it is host memory.

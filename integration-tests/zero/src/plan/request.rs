@@ -14,9 +14,9 @@ use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_config};
 use crate::settings::args::{Collectives, TrainArgs};
 use crate::settings::collectives;
+use crate::settings::few_bits;
 use crate::settings::mesh;
 use crate::settings::offload::{self, Offloaded};
-use crate::settings::quantise;
 use crate::settings::record::RunRecord;
 use crate::settings::sources::{Sources, of_file};
 use zero_config::{DsConfig, ZeroOptimization};
@@ -487,7 +487,7 @@ fn run_of(
         offload,
         ..Settings::new(ZeroStage::Three, dtype, zero_models::param_kind)
     };
-    quantise::apply(&from, &mut settings)?;
+    few_bits::apply(&from, &mut settings)?;
     let options = ModelOptions {
         partition_activations: has_parts && all.partition_activations.unwrap_or(false),
         sequence_parallel: has_parts && all.sequence_parallel.unwrap_or(false),

@@ -9,10 +9,10 @@ use zero_trainer::{OffloadSettings, Settings};
 
 use super::args::TrainArgs;
 use super::communication;
+use super::few_bits;
 use super::mesh::{self, Shares};
 use super::offload::{self, Offloaded};
 use super::optimizer;
-use super::quantise;
 use super::sources::{Conditions, RunSources};
 use crate::error::CliError;
 use crate::flags::DTypeFlag;
@@ -91,7 +91,7 @@ pub(crate) fn settings(
     };
 
     communication::apply(&from, &run, shape.largest_unit, &mut settings, notices)?;
-    quantise::apply(&from, &mut settings)?;
+    few_bits::apply(&from, &mut settings)?;
     match communication::graph_refusal(&run).filter(|_| settings.graphs) {
         Some(refusal) => Err(CliError::Usage(refusal)),
         None => Ok(settings),

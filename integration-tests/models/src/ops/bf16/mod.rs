@@ -1,7 +1,7 @@
 //! Matrix products of operands rounded to bf16, with sums in fp32, on CPUs with instructions for them.
 //!
 //! `out = a b^T` or `out += a b^T`: a `[m, k]` and b `[n, k]` in any order of their elements, out
-//! row-major. Both operands are packed into [`Tile`]s, each element once a product: the smaller operand
+//! row-major. Both operands are packed into tiles, each element once a product: the smaller operand
 //! by all threads together, and the larger one, panel by panel, by the thread that multiplies the panel.
 //! So a product reads its operands once from memory, and what it reads again is in a core's cache.
 //!
