@@ -356,8 +356,8 @@ pub(crate) mod tests {
                 },
             );
             assert_eq!(small.state, on_device.state - 6 * held);
-            // Moments of one sub-group, rounded up to a block of the disk, in fp32.
-            assert_eq!(small.workspace, on_device.workspace + 8 * 2048);
+            // Moments are decoded where they are updated.
+            assert_eq!(small.workspace, on_device.workspace);
 
             let away = OffloadSettings {
                 optimizer: nvme(),
