@@ -12,7 +12,7 @@ use zero_data::{
 use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
 use zero_models::hf::tokenizer_files::tokenizer_of_kept;
-use zero_shard::Layout;
+use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec};
 use zero_trainer::SHARD_ALIGN_ELEMS;
 
 use super::resume::Resumed;
@@ -81,6 +81,22 @@ impl ChosenModel {
             folder,
             layout,
         })
+    }
+
+    /// Lays the model out with these options.
+    ///
+    /// # Errors
+    /// A size does not fit 64 bits.
+    pub(crate) fn lay_out(&mut self, options: LayoutOptions) -> Result<(), CliError> {
+        let units = self.layout.units().iter().map(|unit| {
+            let params = unit.params.iter();
+            let params = params.map(|param| ParamSpec::new(&param.name, param.shape.clone()));
+            UnitSpec::new(&unit.name, params.collect::<Vec<_>>())
+        });
+        let units: Vec<_> = units.collect();
+        let laid_out = Layout::with_options(&units, self.layout.world_size(), options);
+        self.layout = laid_out.map_err(CliError::usage)?;
+        Ok(())
     }
 
     pub(crate) fn shape(&self, run: &Conditions) -> RunShape {

@@ -90,7 +90,7 @@ impl<'a> RunParts<'a> {
         let all = from.sources().all;
         let shares = Shares::new(&from.sources(), ranks)?;
         let batches = ranks / shares.ranks_of_batch();
-        let model = ChosenModel::find(args, resumed, ranks, shares.tensor, notices)?;
+        let mut model = ChosenModel::find(args, resumed, ranks, shares.tensor, notices)?;
         let sizes = Sizes::new(&from, &model, batches)?;
         let kept = resumed.and_then(|resumed| resumed.kept.as_deref());
         let mut data = ChosenData::open(&from, &model, kept, sizes.seq_len, notices)?;
@@ -104,6 +104,9 @@ impl<'a> RunParts<'a> {
             ..from
         };
         notices.extend(course.notice(from.steps()));
+        // Blocks align the layout, on which the sizes of buckets depend.
+        let unaligned = run_settings(&from, resumed, &model, &run, &mut Vec::new())?;
+        model.lay_out(unaligned.layout_options())?;
         let mut settings = run_settings(&from, resumed, &model, &run, notices)?;
         settings.grad_accum_steps = sizes.grad_accum();
         let requested = args.mesh.collectives.unwrap_or_default();

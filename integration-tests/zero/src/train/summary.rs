@@ -300,13 +300,17 @@ fn traffic_table(out: &mut String, setup: &RunSetup, sent: &CommBytes) {
             sent.all_reduce,
             formula.all_reduce_bytes + of_parts.all_reduce * micro_batches,
         ),
-        ("all-to-all", sent.all_to_all, all_to_all),
+        (
+            "all-to-all",
+            sent.all_to_all,
+            formula.all_to_all_bytes + all_to_all,
+        ),
         ("all", sent.total(), formula.total_bytes() + of_model),
     ];
 
-    let shares = settings.mesh.sequence_ranks.is_some();
+    let exchanges = settings.mesh.sequence_ranks.is_some() || settings.quantised_grads.is_some();
     for (name, measured, formula) in rows {
-        if name == "all-to-all" && !shares {
+        if name == "all-to-all" && !exchanges {
             continue;
         }
         *out += &format!(
