@@ -55,7 +55,7 @@ impl Segments {
     }
 }
 
-/// What an encoding left out, added to the next one: the argument of [`Kernels::encode_blocks`].
+/// The error of an encoding, added to the next one: the argument of [`Kernels::encode_blocks`].
 ///
 /// ```text
 /// x     = src + error

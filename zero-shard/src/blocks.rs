@@ -43,7 +43,7 @@ pub enum BlockFormat {
     Dynamic8,
     /// As `Dynamic8`, for values that are not negative: the unsigned dynamic map. Negative values
     /// are encoded as 0, and no others: with a mean of squares that is rounded to 0, the step after
-    /// it would be divided by the root of its own gradient's part alone, and be many times too long.
+    /// it would be divided by the root of one gradient's small part, and be many times too long.
     PositiveDynamic8,
     /// Codes of 4 bits, dense near 0: torchao's signed map; blocks of 128. The scale is as in
     /// `Dynamic8`.
@@ -153,7 +153,7 @@ impl BlockFormat {
     /// zeros.
     ///
     /// # Panics
-    /// `blocks` has not [`Self::bytes`] bytes.
+    /// The length of `blocks` is not [`Self::bytes`].
     pub fn encode(self, values: &[f32], blocks: &mut [u8]) {
         assert_eq!(blocks.len(), self.bytes(values.len()), "bytes of blocks");
         let blocks = blocks.chunks_exact_mut(self.block_bytes());
@@ -218,7 +218,7 @@ impl BlockFormat {
     /// Decodes `values.len()` elements from the start of a block on.
     ///
     /// # Panics
-    /// `blocks` has not [`Self::bytes`] bytes.
+    /// The length of `blocks` is not [`Self::bytes`].
     pub fn decode(self, blocks: &[u8], values: &mut [f32]) {
         assert_eq!(blocks.len(), self.bytes(values.len()), "bytes of blocks");
         let table = self.table();

@@ -3,8 +3,8 @@
 
 #[path = "../common/arrays.rs"]
 mod arrays;
-mod bitsandbytes;
 mod errors;
+mod folders_in_4_bits;
 mod generate;
 mod own_framework;
 mod public_types;

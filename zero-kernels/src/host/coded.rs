@@ -22,7 +22,7 @@ impl Codec {
     /// Decodes an array on this thread.
     ///
     /// # Errors
-    /// `stored` has not the bytes of `values`, or the format has no values of its own.
+    /// The length of `stored` is not that of `values` in this format, or the format is remainders.
     pub fn decode(self, stored: &[u8], values: &mut [f32]) -> Result<(), KernelError> {
         same_len("decode: bytes", self.bytes(values.len()), stored.len())?;
         match self {

@@ -29,7 +29,7 @@ struct Model {
 /// The state of every parameter: for each kind, the bits of its elements.
 type State = BTreeMap<(String, &'static str), Vec<u32>>;
 
-/// Where a model is trained.
+/// The ranks that train a model, and the place of their state.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     ranks: u64,

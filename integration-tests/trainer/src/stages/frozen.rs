@@ -43,7 +43,7 @@ pub(crate) struct FrozenUnits<D: Device> {
 }
 
 struct FrozenUnit {
-    /// What this rank has of the flat parameter, in blocks.
+    /// The range of the flat parameter that this rank has in blocks.
     held: Range<u64>,
     /// The bytes of the blocks.
     bytes: Range<usize>,

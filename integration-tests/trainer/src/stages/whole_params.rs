@@ -100,7 +100,7 @@ impl<D: Device> WholeParams<D> {
         Ok(())
     }
 
-    /// What every rank holds of each unit.
+    /// The memory of each unit, which every rank has.
     pub(crate) fn stored(&self, rank: &Rank<D>) -> Vec<AnySlice> {
         let frozen = rank.frozen.as_ref();
         let stored = |unit| frozen.and_then(|frozen| frozen.stored(unit));

@@ -14,7 +14,7 @@ use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_config};
 use crate::settings::args::{Collectives, TrainArgs};
 use crate::settings::collectives;
-use crate::settings::few_bits;
+use crate::settings::formats_of_run;
 use crate::settings::mesh;
 use crate::settings::offload::{self, Offloaded};
 use crate::settings::record::RunRecord;
@@ -487,7 +487,7 @@ fn run_of(
         offload,
         ..Settings::new(ZeroStage::Three, dtype, zero_models::param_kind)
     };
-    few_bits::apply(&from, &mut settings)?;
+    formats_of_run::apply(&from, &mut settings)?;
     let options = ModelOptions {
         partition_activations: has_parts && all.partition_activations.unwrap_or(false),
         sequence_parallel: has_parts && all.sequence_parallel.unwrap_or(false),

@@ -35,7 +35,7 @@ pub(crate) mod changes;
 pub(crate) mod collectives;
 pub(crate) mod communication;
 pub(crate) mod epochs;
-pub(crate) mod few_bits;
+pub(crate) mod formats_of_run;
 pub(crate) mod mesh;
 pub(crate) mod offload;
 pub(crate) mod optimizer;

@@ -9,7 +9,7 @@ use zero_trainer::{OffloadSettings, Settings};
 
 use super::args::TrainArgs;
 use super::communication;
-use super::few_bits;
+use super::formats_of_run;
 use super::mesh::{self, Shares};
 use super::offload::{self, Offloaded};
 use super::optimizer;
@@ -91,7 +91,7 @@ pub(crate) fn settings(
     };
 
     communication::apply(&from, &run, shape.largest_unit, &mut settings, notices)?;
-    few_bits::apply(&from, &mut settings)?;
+    formats_of_run::apply(&from, &mut settings)?;
     match communication::graph_refusal(&run).filter(|_| settings.graphs) {
         Some(refusal) => Err(CliError::Usage(refusal)),
         None => Ok(settings),

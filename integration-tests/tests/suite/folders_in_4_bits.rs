@@ -26,7 +26,8 @@ fn values_are_those_of_bitsandbytes() {
         let folder = HfFolder::open(&path).unwrap();
         assert!(folder.warnings().is_empty(), "{:?}", folder.warnings());
         let read = |file: &str| fs::read(path.join(file)).unwrap();
-        let (stored, decoded) = (read("model.safetensors"), read("dequantised.safetensors"));
+        let stored = read("model.safetensors");
+        let decoded = read("dequantised.safetensors");
         let stored = SafeTensors::deserialize(&stored).unwrap();
         let decoded = SafeTensors::deserialize(&decoded).unwrap();
         let mut in_4_bits = 0;

@@ -84,7 +84,7 @@ fn resumed_runs_have_the_same_bits() {
     }
 }
 
-/// What the optimizer has in memory is what the formula says.
+/// The memory of the optimizer is that of the formula.
 #[test]
 fn memory_is_that_of_the_formula() {
     for (moments, ranks, stage) in [
