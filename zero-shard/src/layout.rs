@@ -190,7 +190,11 @@ impl LayoutOptions {
     /// begin with whole blocks.
     #[must_use]
     pub fn in_blocks(self) -> Self {
-        let align = |elems: u64| elems.max(1).next_multiple_of(BlockFormat::ALIGN_ELEMS);
+        // The least common multiple with a power of two; 0 stays 0, which layouts refuse.
+        let align = |elems: u64| {
+            let common = BlockFormat::ALIGN_ELEMS.min(1 << elems.trailing_zeros().min(63));
+            elems.saturating_mul(BlockFormat::ALIGN_ELEMS / common)
+        };
         let shard_align_elems = align(self.shard_align_elems);
         let param_align_elems = align(self.param_align_elems);
         Self {

@@ -399,3 +399,18 @@ fn ranges_and_ranks_outside_are_errors() {
     );
     assert_eq!(layout.place_of(id, 10), None);
 }
+
+#[test]
+fn alignment_to_blocks_keeps_other_alignments() {
+    for (own, expected) in [
+        (1, 256),
+        (16, 256),
+        (24, 768),
+        (256, 256),
+        (512, 512),
+        (0, 0),
+    ] {
+        let options = LayoutOptions::default().shard_align_elems(own);
+        assert_eq!(options.in_blocks().shard_align_elems, expected, "{own}");
+    }
+}
