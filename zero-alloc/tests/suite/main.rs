@@ -12,6 +12,8 @@ mod seeded;
 #[cfg(all(target_os = "linux", not(miri)))]
 mod swap;
 #[cfg(all(target_os = "linux", not(miri)))]
+mod swap_failures;
+#[cfg(all(target_os = "linux", not(miri)))]
 mod swap_ring;
 mod threads;
 

@@ -1,9 +1,6 @@
 //! The swap file: round trips, order, faults.
 
-use std::io::{BufRead, BufReader, Read};
-use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::sync::LazyLock;
 use std::time::Duration;
 
@@ -14,11 +11,11 @@ use zero_alloc::host::{HostDevice, HostStream, ViolationKind};
 use zero_alloc::swap::{Fault, SwapBuffer, SwapEngine, SwapError, SwapFile, SwapLane, SwapOptions};
 use zero_alloc::{Pool, Purpose};
 
-const LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 const PAGE: usize = SwapFile::ALIGN_BYTES;
 
 /// Pages of host memory.
-struct Buffer(SwapBuffer);
+pub(crate) struct Buffer(pub(crate) SwapBuffer);
 
 /// The pool of all buffers, and the stream that they are allocated on, which runs nothing.
 static MEMORY: LazyLock<(Pool<HostDevice>, HostStream)> =
@@ -26,7 +23,7 @@ static MEMORY: LazyLock<(Pool<HostDevice>, HostStream)> =
 
 impl Buffer {
     /// Each byte is 0.
-    fn new(pages: usize) -> Self {
+    pub(crate) fn new(pages: usize) -> Self {
         let (pool, stream) = &*MEMORY;
         let buffer = SwapBuffer::allocate(pool, pages * PAGE, Purpose::Workspace, stream);
         let mut buffer = Self(buffer.expect("memory"));
@@ -35,7 +32,7 @@ impl Buffer {
     }
 
     /// Each 8 bytes hold `seed` plus their index.
-    fn filled(pages: usize, seed: u64) -> Self {
+    pub(crate) fn filled(pages: usize, seed: u64) -> Self {
         let mut buffer = Self::new(pages);
         for (i, word) in buffer.bytes().chunks_exact_mut(8).enumerate() {
             word.copy_from_slice(&(seed + i as u64).to_ne_bytes());
@@ -49,7 +46,7 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts_mut(slice.as_ptr(), slice.len_bytes()) }
     }
 
-    fn slice(&self) -> AnySlice {
+    pub(crate) fn slice(&self) -> AnySlice {
         // SAFETY: the buffer outlives the operations, because each test waits for its streams.
         unsafe { self.0.slice() }
     }
@@ -64,12 +61,12 @@ impl Buffer {
     }
 }
 
-fn folder() -> TempDir {
+pub(crate) fn folder() -> TempDir {
     tempfile::tempdir().expect("a folder")
 }
 
 /// The engines that work here.
-fn engines() -> Vec<SwapEngine> {
+pub(crate) fn engines() -> Vec<SwapEngine> {
     match SwapFile::create(
         folder().path(),
         0,
@@ -84,18 +81,18 @@ fn engines() -> Vec<SwapEngine> {
 }
 
 /// Small requests and queues, so that small files use them.
-fn options(engine: SwapEngine) -> SwapOptions {
+pub(crate) fn options(engine: SwapEngine) -> SwapOptions {
     SwapOptions::default()
         .engine(engine)
         .queue_depth(4)
         .request_bytes(2 * PAGE)
 }
 
-fn file(dir: &Path, pages: usize, options: SwapOptions) -> SwapFile {
+pub(crate) fn file(dir: &Path, pages: usize, options: SwapOptions) -> SwapFile {
     SwapFile::create(dir, (pages * PAGE) as u64, options).expect("room")
 }
 
-fn stream(name: &str) -> HostStream {
+pub(crate) fn stream(name: &str) -> HostStream {
     HostDevice::new().create_stream(name).expect("a stream")
 }
 
@@ -108,7 +105,7 @@ fn lane(pages: usize, options: SwapOptions) -> (TempDir, SwapFile, SwapLane, Hos
 }
 
 /// Bytes that are written are read back.
-fn assert_round_trip(lane: &SwapLane, stream: &HostStream, from: &Buffer) {
+pub(crate) fn assert_round_trip(lane: &SwapLane, stream: &HostStream, from: &Buffer) {
     let mut to = Buffer::new(16);
     lane.write(stream, &[(0, from.slice())]).expect("enqueued");
     lane.read(stream, &[(0, to.slice())]).expect("enqueued");
@@ -536,95 +533,6 @@ fn file_system_in_memory_is_named() {
     );
 }
 
-/// Makes `io_uring_setup` fail with `errno` for this thread and those that it starts, as containers
-/// and limits do.
-fn refuse_io_uring(errno: i32) {
-    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
-    const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
-    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
-    let op = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
-    let mut filter = [
-        op(LOAD, 0, 0, 0), // the number of the call
-        op(IF_EQUAL, 0, 1, libc::SYS_io_uring_setup as u32),
-        op(RETURN, 0, 0, libc::SECCOMP_RET_ERRNO | errno as u32),
-        op(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
-    ];
-    let program = libc::sock_fprog {
-        len: filter.len() as u16,
-        filter: filter.as_mut_ptr(),
-    };
-    // SAFETY: changes this thread only.
-    let result = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
-    assert_eq!(result, 0);
-    // SAFETY: a valid program, which the kernel copies.
-    let result = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program) };
-    assert_eq!(result, 0);
-}
-
-#[test]
-fn refused_io_uring_is_replaced_and_named() {
-    let refused = std::thread::spawn(|| {
-        refuse_io_uring(libc::EPERM);
-        let dir = folder();
-        let error = SwapFile::create(
-            dir.path(),
-            0,
-            SwapOptions::default().engine(SwapEngine::IoUring),
-        );
-        assert!(
-            error
-                .expect_err("refused")
-                .to_string()
-                .contains("io_uring_setup: Operation not permitted")
-        );
-        let file = file(dir.path(), 16, options(SwapEngine::Auto));
-        let notices = file.notices();
-        assert!(
-            notices[0].contains("4 threads a lane") && notices[0].contains("seccomp"),
-            "{notices:?}"
-        );
-        let lane = file.lane().expect("a lane");
-        let stream = stream("swap");
-        assert_round_trip(&lane, &stream, &Buffer::filled(16, 7));
-    });
-
-    refused.join().expect("no panic");
-}
-
-#[test]
-fn lane_beyond_the_limit_of_locked_memory_uses_threads() {
-    if engines().len() < 2 {
-        return eprintln!("NOT TESTED: no io_uring here");
-    }
-    let limited = std::thread::spawn(|| {
-        let dir = folder();
-        let [auto, ring_only] =
-            [SwapEngine::Auto, SwapEngine::IoUring].map(|e| file(dir.path(), 16, options(e)));
-        refuse_io_uring(libc::ENOMEM);
-        let error = ring_only
-            .lane()
-            .expect_err("no rings but io_uring's")
-            .to_string();
-        assert!(
-            error.contains("make a lane") && error.contains("ulimit -l"),
-            "{error}"
-        );
-
-        let lane = auto.lane().expect("threads");
-        let stream = stream("swap");
-        let notices = auto.notices();
-        assert!(
-            notices[0].contains("4 threads a lane") && notices[0].contains("raise ulimit -l"),
-            "{notices:?}"
-        );
-        let from = Buffer::filled(16, 7);
-        lane.register(std::slice::from_ref(&from.0));
-        assert_round_trip(&lane, &stream, &from);
-    });
-
-    limited.join().expect("no panic");
-}
-
 #[test]
 fn seeded_scheduler_finds_a_missing_wait() {
     for engine in engines() {
@@ -688,122 +596,5 @@ fn seeded_scheduler_checks_the_file_too() {
                 assert_eq!(sound, waits || page == 4, "seed {seed}");
             }
         }
-    }
-}
-
-/// Runs the test `name` of this program, which is ignored otherwise, in its own process with
-/// `argument`.
-fn child(name: &str, argument: &str) -> Child {
-    let program = std::env::current_exe().expect("a program");
-    let mut command = Command::new(program);
-    command
-        .args(["--exact", name, "--ignored", "--nocapture"])
-        .env("ZERO_SWAP_TEST", argument);
-    command
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("started")
-}
-
-/// The argument of this process, if [`child`] started it.
-fn argument() -> Option<String> {
-    std::env::var("ZERO_SWAP_TEST").ok()
-}
-
-#[test]
-#[ignore = "a process that another test kills"]
-fn child_writes_and_waits() {
-    let Some(dir) = argument() else { return };
-    let file = file(dir.as_ref(), 256, SwapOptions::default());
-    let stream = stream("swap");
-    let from = Buffer::filled(256, 1);
-    file.lane()
-        .expect("a lane")
-        .write(&stream, &[(0, from.slice())])
-        .expect("enqueued");
-    stream.synchronize(LIMIT).expect("written");
-    println!("\nwritten");
-    std::thread::sleep(LIMIT);
-}
-
-#[test]
-fn killed_process_leaves_nothing() {
-    let dir = folder();
-    let mut runs = [(); 2].map(|()| {
-        child(
-            "swap::child_writes_and_waits",
-            &dir.path().to_string_lossy(),
-        )
-    });
-
-    for run in &mut runs {
-        let output = BufReader::new(run.stdout.take().expect("piped"));
-        assert!(
-            output
-                .lines()
-                .any(|line| line.is_ok_and(|line| line == "written"))
-        );
-    }
-
-    // No other run sees the files, and their space goes with the process: they have no name (see
-    // the crate's test).
-    assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
-    for run in &mut runs {
-        run.kill().expect("running");
-        assert_eq!(run.wait().expect("ended").signal(), Some(libc::SIGKILL));
-    }
-
-    assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
-}
-
-#[test]
-#[ignore = "a process that aborts"]
-fn child_waits_for_a_lost_request() {
-    let Some(engine) = argument() else { return };
-    let engine = if engine == "IoUring" {
-        SwapEngine::IoUring
-    } else {
-        SwapEngine::Threads
-    };
-    let dir = folder();
-    let buffer = Buffer::new(4);
-    let file = file(
-        dir.path(),
-        4,
-        options(engine).limit(Duration::from_millis(50)),
-    );
-    file.inject(1, Fault::Never);
-    file.lane()
-        .expect("a lane")
-        .write(&stream("swap"), &[(0, buffer.slice())])
-        .expect("enqueued");
-    std::thread::sleep(LIMIT);
-}
-
-/// Returning would let the program reuse a buffer that the kernel may still read.
-#[test]
-fn lost_request_aborts_the_process() {
-    for engine in engines() {
-        let mut run = child(
-            "swap::child_waits_for_a_lost_request",
-            &format!("{engine:?}"),
-        );
-        let mut text = String::new();
-        run.stderr
-            .take()
-            .expect("piped")
-            .read_to_string(&mut text)
-            .expect("text");
-        assert_eq!(
-            run.wait().expect("ended").signal(),
-            Some(libc::SIGABRT),
-            "{text}"
-        );
-        assert!(
-            text.contains("write of 8192 bytes at offset 8192")
-                && text.contains("took longer than 50ms"),
-            "{text}"
-        );
     }
 }
