@@ -23,9 +23,9 @@ mod save;
 
 pub use commands::{Commands, name_commands};
 pub use error::CkptError;
-pub use format::blocks::{StateSpec, UnitRange};
 pub use format::dtype::StateDtype;
 pub use format::encoding::StateEncoding;
+pub use format::file_layout::{StateSpec, UnitRange};
 pub use format::header::TensorEntry;
 pub use format::manifest::{DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, Manifest};
 pub use format::model::ModelSpec;

@@ -37,7 +37,7 @@ use std::sync::atomic::AtomicU64;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::format::blocks::checksum;
+use crate::format::file_layout::checksum;
 use crate::format::manifest::{DocumentRecord, short};
 use crate::format::names::random;
 use crate::io::dir::{Dir, is_plain};

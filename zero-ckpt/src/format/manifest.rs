@@ -8,8 +8,8 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 use zero_shard::{Layout, LayoutOptions, ShardError, UnitSpec};
 
-use crate::format::blocks::{FileLayout, checksum, file_order};
 use crate::format::coverage::Coverage;
+use crate::format::file_layout::{FileLayout, checksum, file_order};
 use crate::format::header::MAX_HEADER_BYTES;
 use crate::io::dir::{Dir, is_plain};
 use crate::{CkptError, ModelSpec, StateSpec, UnitRange};

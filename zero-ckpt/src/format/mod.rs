@@ -1,9 +1,9 @@
 #![doc = include_str!("../../FORMAT.md")]
 
-pub(crate) mod blocks;
 pub(crate) mod coverage;
 pub(crate) mod dtype;
 pub(crate) mod encoding;
+pub(crate) mod file_layout;
 pub(crate) mod header;
 pub(crate) mod manifest;
 pub(crate) mod model;

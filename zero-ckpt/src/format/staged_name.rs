@@ -12,7 +12,7 @@
 //! counts the saves of a session. Names decide alone what a later publication may remove, so that
 //! nothing is opened for it.
 
-use crate::format::blocks::checksum;
+use crate::format::file_layout::checksum;
 use crate::format::names::{step_name, step_of};
 
 /// One save of one run, in the order of steps.

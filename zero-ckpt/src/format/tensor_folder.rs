@@ -184,6 +184,13 @@ impl TensorFolder {
             .map(|(file, tensor)| (tensor, self.files[*file].path.as_path()))
     }
 
+    fn find(&self, name: &str) -> Result<(&TensorFile, &TensorEntry), CkptError> {
+        let found = self.tensors.get(name);
+        let (file, tensor) =
+            found.ok_or_else(|| CkptError::argument("tensor", "one of the folder", name))?;
+        Ok((&self.files[*file], tensor))
+    }
+
     /// Reads elements `range` of tensor `name` (row-major, flat) as fp32: exactly, and F64 rounded
     /// to nearest.
     ///
@@ -191,20 +198,12 @@ impl TensorFolder {
     /// No such tensor, a dtype other than F32, BF16, F16 and F64, a range outside the tensor, a
     /// wrong length of `out`, a finite number beyond fp32's range, or a failed read.
     pub fn read(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), CkptError> {
-        let (file, tensor) = self
-            .tensors
-            .get(name)
-            .ok_or_else(|| CkptError::argument("tensor", "one of the folder", name))?;
+        let (file, tensor) = self.find(name)?;
         let elements = Elements::of(&tensor.dtype).ok_or_else(|| {
             CkptError::argument(format!("dtype of {name:?}"), SUPPORTED, &tensor.dtype)
         })?;
 
         check_range(name, tensor.elems(), &range, out.len())?;
-        let TensorFile {
-            path,
-            file,
-            data_start,
-        } = &self.files[*file];
 
         let element_bytes = elements.bytes() as usize;
         let chunk_elems = CHUNK_BYTES / element_bytes;
@@ -212,14 +211,14 @@ impl TensorFolder {
         let mut first = range.start;
         for out in out.chunks_mut(chunk_elems) {
             let bytes = &mut buffer[..out.len() * element_bytes];
-            let at = data_start + tensor.range.start + first * element_bytes as u64;
-            let read = file.read_exact_at(bytes, at);
-            read.map_err(CkptError::io("read", path))?;
+            let at = file.data_start + tensor.range.start + first * element_bytes as u64;
+            let read = file.file.read_exact_at(bytes, at);
+            read.map_err(CkptError::io("read", &file.path))?;
 
             if let Err(overflow) = elements.to_f32(bytes, out) {
                 let at = first + overflow.at as u64;
                 return Err(CkptError::BadFile {
-                    path: path.clone(),
+                    path: file.path.clone(),
                     why: format!(
                         "tensor {name:?} has {:e} at element {at}, beyond the range of fp32",
                         overflow.value
@@ -241,22 +240,15 @@ impl TensorFolder {
         range: Range<u64>,
         out: &mut [u8],
     ) -> Result<(), CkptError> {
-        let (file, tensor) = self
-            .tensors
-            .get(name)
-            .ok_or_else(|| CkptError::argument("tensor", "one of the folder", name))?;
+        let (file, tensor) = self.find(name)?;
         if tensor.dtype != "U8" {
             let what = format!("dtype of {name:?}");
             return Err(CkptError::argument(what, "U8", &tensor.dtype));
         }
         check_range(name, tensor.elems(), &range, out.len())?;
-        let TensorFile {
-            path,
-            file,
-            data_start,
-        } = &self.files[*file];
-        let read = file.read_exact_at(out, data_start + tensor.range.start + range.start);
-        read.map_err(CkptError::io("read", path))
+        let at = file.data_start + tensor.range.start + range.start;
+        let read = file.file.read_exact_at(out, at);
+        read.map_err(CkptError::io("read", &file.path))
     }
 }
 

@@ -12,8 +12,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::format::blocks::{BLOCK_BYTES, checksum};
 use crate::format::encoding::Encoding;
+use crate::format::file_layout::{BLOCK_BYTES, checksum};
 use crate::io::counts;
 use crate::io::dir::DIRECT;
 use crate::io::page_buffer::{PAGE_BYTES, PageBuffer};

@@ -1,6 +1,6 @@
 //! The checkpoints of a directory, and which one is the newest.
 
-use crate::format::blocks::checksum;
+use crate::format::file_layout::checksum;
 use crate::format::manifest::Manifest;
 use crate::format::names::{backup_of, step_of};
 use crate::io::dir::Dir;

@@ -12,8 +12,8 @@ use std::ops::Range;
 
 use zero_shard::ParamId;
 
-use crate::format::blocks::BLOCK_BYTES;
 use crate::format::encoding::{Encoding, spans};
+use crate::format::file_layout::BLOCK_BYTES;
 use crate::format::runs::elems_of;
 use crate::format::tensor_folder::check_range;
 use crate::io::parallel::{chunks_to_read, in_parallel, threads_for};

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use zero_shard::Layout;
 
 use crate::CkptError;
-use crate::format::blocks::{BLOCK_BYTES, FileLayout, checksum};
+use crate::format::file_layout::{BLOCK_BYTES, FileLayout, checksum};
 use crate::format::header::Header;
 use crate::format::manifest::Manifest;
 use crate::io::counts;

@@ -14,7 +14,7 @@ use crate::agree::{
     Answer, FAILED, PENDING, READY, Record, fail, failed, failed_rank, follow, gather, number,
     pend, ready, record, stall_error,
 };
-use crate::format::blocks::{checksum, shard_pieces};
+use crate::format::file_layout::{checksum, shard_pieces};
 use crate::format::staged_name::{EntryKind, SaveId};
 use crate::job::{Job, Watch};
 use crate::messages::{Exchange, Message, broadcast};

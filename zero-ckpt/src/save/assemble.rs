@@ -7,7 +7,7 @@ use super::records::{PublishedCheckpoint, StagedFile};
 use super::staged::{Described, Location, StagedList, StagedSave};
 use super::store::encode_header;
 use crate::commands::commands;
-use crate::format::blocks::{FileLayout, checksum, shard_pieces};
+use crate::format::file_layout::{FileLayout, checksum, shard_pieces};
 use crate::format::manifest::{FileRecord, Manifest};
 use crate::format::names::step_of_any;
 use crate::format::staged_name::{EntryKind, SaveId};

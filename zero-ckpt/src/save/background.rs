@@ -23,7 +23,7 @@ use super::agreement::Save;
 use super::meta::check_pieces;
 use super::records::{PublishedCheckpoint, StagedFile, StagingSlice};
 use super::unit_parts::{UnitPart, unit_parts};
-use crate::format::blocks::{FileLayout, file_order, shard_pieces};
+use crate::format::file_layout::{FileLayout, file_order, shard_pieces};
 use crate::io::page_buffer::PageBuffer;
 use crate::io::parallel::{ByteSource as _, Slice, Slices, in_parallel};
 use crate::job::Job;

@@ -11,7 +11,7 @@ use zero_shard::Layout;
 
 use super::meta::{encode_documents, manifest_without_files};
 use super::records::StagedFile;
-use crate::format::blocks::checksum;
+use crate::format::file_layout::checksum;
 use crate::format::manifest::{
     DocumentRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, check_size, hex64,
 };

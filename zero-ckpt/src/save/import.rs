@@ -7,7 +7,7 @@ use serde_json::Value;
 use zero_shard::{Layout, ParamSpec, UnitSpec};
 
 use super::records::PublishedCheckpoint;
-use crate::format::blocks::shard_pieces;
+use crate::format::file_layout::shard_pieces;
 use crate::format::tensor_folder::{SUPPORTED, TensorFolder, read_json_if_present};
 use crate::io::parallel::ByteSource;
 use crate::{CkptError, SaveMeta, StateDtype, StateSpec, Store};

@@ -7,7 +7,7 @@ use serde_json::Value;
 use zero_shard::{Layout, ZeroStage};
 
 use super::records::StagedFile;
-use crate::format::blocks::{checksum, shard_pieces};
+use crate::format::file_layout::{checksum, shard_pieces};
 use crate::format::manifest::{
     DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest,
     check_size,

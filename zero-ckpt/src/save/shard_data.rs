@@ -3,7 +3,7 @@
 use zero_shard::Layout;
 
 use super::unit_parts::{UnitPart, unit_parts};
-use crate::format::blocks::{file_order, shard_pieces};
+use crate::format::file_layout::{file_order, shard_pieces};
 use crate::io::parallel::{Slice, Slices};
 use crate::{CkptError, StateDtype, StateEncoding, StateSpec, UnitRange};
 

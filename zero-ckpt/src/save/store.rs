@@ -35,7 +35,7 @@ use super::records::{PublishedCheckpoint, StagedFile};
 use super::removals::Removals;
 use super::replace;
 use super::streamed::Streamed;
-use crate::format::blocks::{FileLayout, checksum, file_order, shard_pieces};
+use crate::format::file_layout::{FileLayout, checksum, file_order, shard_pieces};
 use crate::format::header::MAX_HEADER_BYTES;
 use crate::format::manifest::{FORMAT_VERSION, MANIFEST_NAME, check_size};
 use crate::format::names::{STAGING, random, random_number};

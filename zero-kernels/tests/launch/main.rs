@@ -2,7 +2,7 @@
 #![allow(unreachable_pub)]
 
 mod adam;
-mod blocks;
+mod block_kernels;
 #[path = "../common/mod.rs"]
 mod common;
 mod flat;
@@ -61,10 +61,10 @@ on_every_device! {
     adam::adam_to_fp16_parameters,
     adam::adam_with_remainders,
     adam::skipped_step_writes_nothing,
-    #[cfg_attr(miri, ignore = "many values")] blocks::encode_from_every_type,
-    #[cfg_attr(miri, ignore = "many values")] blocks::decode_to_every_type,
-    #[cfg_attr(miri, ignore = "many values")] blocks::adam_with_8_bit_moments,
-    #[cfg_attr(miri, ignore = "many values")] blocks::adam_with_4_bit_moments,
+    #[cfg_attr(miri, ignore = "many values")] block_kernels::encode_from_every_type,
+    #[cfg_attr(miri, ignore = "many values")] block_kernels::decode_to_every_type,
+    #[cfg_attr(miri, ignore = "many values")] block_kernels::adam_with_8_bit_moments,
+    #[cfg_attr(miri, ignore = "many values")] block_kernels::adam_with_4_bit_moments,
     flat::cast_from_fp32,
     flat::cast_from_bf16,
     flat::cast_from_fp16,

@@ -1,6 +1,6 @@
 //! Properties of layouts, their parts, resharding and formulas.
 
-mod block_formats;
+mod block_errors;
 mod formulas;
 mod layout;
 mod parts;

@@ -26,7 +26,7 @@ mod amx;
 mod avx512;
 mod operand;
 #[cfg(target_arch = "x86_64")]
-mod pack;
+mod panels;
 #[cfg(test)]
 mod tests;
 
@@ -207,7 +207,7 @@ impl Bf16Products {
             #[cfg(target_arch = "x86_64")]
             Instructions::Amx | Instructions::Avx512 => {
                 // SAFETY: `all` found the instructions.
-                unsafe { pack::pack_panel(panel, operand, line, depth.clone(), form) };
+                unsafe { panels::pack_panel(panel, operand, line, depth.clone(), form) };
             }
         }
     }
