@@ -143,13 +143,14 @@ fn ranks_open_only_what_they_read() {
     let mut saves = Vec::new();
     for step in 1..=3 {
         let (received, accessed) = counted(|| save(&stores, &from, step));
-        assert_eq!(
-            received,
-            (
-                n * RECORD_BYTES as u64 + MESSAGE_BYTES as u64,
-                MESSAGE_BYTES as u64
-            )
+        // A rank that writes for longer than 500 ms, as on a busy machine, costs one more round.
+        let rounds = received.1 / MESSAGE_BYTES as u64;
+        let of_round = (
+            n * RECORD_BYTES as u64 + MESSAGE_BYTES as u64,
+            MESSAGE_BYTES as u64,
         );
+        assert_eq!(received, (rounds * of_round.0, rounds * of_round.1));
+        assert!(rounds >= 1);
         saves.push(accessed);
     }
 

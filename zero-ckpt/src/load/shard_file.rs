@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use zero_shard::Layout;
 
@@ -27,7 +27,7 @@ pub(crate) struct ShardFile {
     /// Checksum of each block of the state.
     table: Vec<u64>,
     /// Open descriptors for later reads, buffered and direct.
-    kept: [OnceLock<Arc<File>>; 2],
+    kept: [Mutex<Option<Arc<File>>>; 2],
 }
 
 impl ShardFile {
@@ -80,7 +80,7 @@ impl ShardFile {
             .iter()
             .map(|b| u64::from_le_bytes(*b))
             .collect();
-        let kept = [OnceLock::from(Arc::new(file)), OnceLock::new()];
+        let kept = [Mutex::new(Some(Arc::new(file))), Mutex::default()];
 
         Ok(Self {
             layout,
@@ -100,9 +100,11 @@ impl ShardFile {
         direct: bool,
         may_keep: impl FnOnce() -> bool,
     ) -> Result<Arc<File>, CkptError> {
-        let kept = &self.kept[usize::from(direct)];
+        // Threads that need the file at the same time open it once.
+        let kept = self.kept[usize::from(direct)].lock();
+        let mut kept = kept.unwrap_or_else(PoisonError::into_inner);
         let bytes = self.state_start + self.layout.state_bytes();
-        if let Some(file) = kept.get() {
+        if let Some(file) = &*kept {
             // It may have been truncated since.
             let got_bytes = file
                 .metadata()
@@ -112,7 +114,7 @@ impl ShardFile {
         }
         let file = Arc::new(open_checked(dir, &self.name, bytes, direct)?);
         if may_keep() {
-            let _ = kept.set(Arc::clone(&file));
+            *kept = Some(Arc::clone(&file));
         }
         Ok(file)
     }
