@@ -54,7 +54,8 @@ pub fn header(data: &[u8]) {
     let _ = Header::parse(rest, file_bytes);
 }
 
-/// The manifest for `shard_file`: one file of two pieces and three states. One parameter has a block.
+/// The manifest for `shard_file`: one file of two pieces and three states. One parameter has a
+/// block.
 pub fn sample_manifest() -> Manifest {
     let json = serde_json::json!({
         "step": 1, "sequence": 1, "stage": 3, "dtype": "bf16", "trainer": null, "model_config": null,

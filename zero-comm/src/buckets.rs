@@ -217,8 +217,8 @@ impl<D: Device> Buckets<D> {
     /// If they are the same stream, nothing overlaps.
     ///
     /// # Errors
-    /// No buckets, less than one element (of a quantised reduction: one block) per rank, a stream of another device than the pool's, or
-    /// the allocation failed.
+    /// No buckets, less than one element (of a quantised reduction: one block) per rank, a stream
+    /// of another device than the pool's, or the allocation failed.
     pub fn new(
         pool: &Pool<D>,
         reduce: Reduce<D>,

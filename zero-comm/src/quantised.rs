@@ -10,9 +10,9 @@
 //! Each value is rounded once a hop, and never while it is summed. Source: qgZ of ZeRO++ (arXiv
 //! 2306.10209, section 3.3), which sums within a machine first so that few bytes leave it.
 //!
-//! **Error feedback.** What the encoding of a hop left out is added to the next gradient of the same
-//! elements. A rank has an error for each element that it encodes: of the whole unit in the first
-//! hop, of M shards in the second. Source: LoCo (arXiv 2407.04480).
+//! **Error feedback.** What the encoding of a hop left out is added to the next gradient of the
+//! same elements. A rank has an error for each element that it encodes: of the whole unit in the
+//! first hop, of M shards in the second. Source: LoCo (arXiv 2407.04480).
 
 use std::ops::Range;
 use std::sync::Arc;

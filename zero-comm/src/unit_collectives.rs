@@ -48,9 +48,9 @@ impl<D: Device> Gather<D> {
         Self { comm, coded: None }
     }
 
-    /// The same, with shards in the format of `codec`: blocks, bf16 or fp32. A gathered unit has the
-    /// decoded values on all ranks alike, that of the shard's owner included. A gather allocates
-    /// the encoded unit from `pool` and frees it in stream order.
+    /// The same, with shards in the format of `codec`: blocks, bf16 or fp32. A gathered unit has
+    /// the decoded values on all ranks alike, that of the shard's owner included. A gather
+    /// allocates the encoded unit from `pool` and frees it in stream order.
     ///
     /// # Errors
     /// Remainders, which are no values.
@@ -202,9 +202,9 @@ impl<D: Device> Reduce<D> {
 
     /// The same, with gradients that travel in blocks: for each of `hops` an all-to-all of encoded
     /// shards over its ranks, which are decoded and summed in fp32 in rank order, and encoded again
-    /// for the next (qgZ of ZeRO++, arXiv 2306.10209). Rank r of the reduction is rank
-    /// `r / (ranks of the later hops)` of the first hop, and so on: one hop over all ranks, or those
-    /// of [`TwoLevel::levels`](crate::TwoLevel::levels). One rank alone encodes nothing.
+    /// for the next (qgZ of ZeRO++, arXiv 2306.10209). Rank r of the reduction is rank `r / (ranks
+    /// of the later hops)` of the first hop, and so on: one hop over all ranks, or those of
+    /// [`TwoLevel::levels`](crate::TwoLevel::levels). One rank alone encodes nothing.
     ///
     /// A block with an infinity or NaN is decoded as NaN on its owner. The encoded gradients are
     /// allocated from `pool` and freed in stream order.

@@ -100,8 +100,8 @@ impl From<DeviceSlice<f32>> for CodedSlice {
     }
 }
 
-/// The formats of running averages of gradients, which [`UpdateRule::slots`](crate::UpdateRule::slots)
-/// chooses from.
+/// The formats of running averages of gradients, which
+/// [`UpdateRule::slots`](crate::UpdateRule::slots) chooses from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AverageCodecs {
     /// Of values of both signs, such as a momentum.

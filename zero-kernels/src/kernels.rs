@@ -62,7 +62,8 @@ impl Segments {
 /// error = keep * error + (1 - keep) * (x - decode(encode(x)))
 /// ```
 ///
-/// With `keep` 0 this is error feedback; above, a running mean of the errors (LoCo, Xie et al., arXiv
+/// With `keep` 0 this is error feedback; above, a running mean of the errors (LoCo, Xie et al.,
+/// arXiv
 /// 2407.04480). What is not finite is left out of the error.
 #[derive(Clone, Copy, Debug)]
 pub struct Feedback {

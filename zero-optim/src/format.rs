@@ -47,8 +47,8 @@ pub enum StateHome {
 }
 
 /// The formats of an optimizer's state; see
-/// [`OptimizerBuilder::format`](crate::OptimizerBuilder::format). In JSON
-/// `{"remainder": false, "bf16_moments": false}`, and for moments of 8 or 4 bits `"moments": "8bit"`.
+/// [`OptimizerBuilder::format`](crate::OptimizerBuilder::format). In JSON `{"remainder": false,
+/// "bf16_moments": false}`, and for moments of 8 or 4 bits `"moments": "8bit"`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Recorded", into = "Recorded")]
 #[non_exhaustive]
@@ -80,8 +80,8 @@ pub enum Masters {
 /// Averages of 8 and 4 bits are in blocks ([`BlockFormat`]), each a range of a parameter: with the
 /// same gradients they have the same bits at any stage and number of ranks. Runs of elements then
 /// begin and end at multiples of [`BlockFormat::ALIGN_ELEMS`], to which the layout aligns
-/// parameters and shards ([`Moments::layout_options`]). Small parameters, such as biases and norms, have
-/// averages in fp32 ([`BlockFormat::holds`]).
+/// parameters and shards ([`Moments::layout_options`]). Small parameters, such as biases and norms,
+/// have averages in fp32 ([`BlockFormat::holds`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Moments {

@@ -226,8 +226,8 @@ pub(crate) struct Resolved {
 
 impl ParamGroups {
     /// Groups with these rules. The runs are ranges of the elements with positions in `rules`, such
-    /// as those of [`Layout::group_runs`]; all count as large, so [`Self::of_layout`] is for moments
-    /// of 8 and 4 bits.
+    /// as those of [`Layout::group_runs`]; all count as large, so [`Self::of_layout`] is for
+    /// moments of 8 and 4 bits.
     pub fn new(
         rules: Vec<GroupRules>,
         runs: impl IntoIterator<Item = (Range<usize>, usize)>,
@@ -490,8 +490,8 @@ struct Cutter<'a> {
 }
 
 impl Cutter<'_> {
-    /// The pieces of the next segment. Its elements with the same arrays of state follow one another
-    /// in the state storage.
+    /// The pieces of the next segment. Its elements with the same arrays of state follow one
+    /// another in the state storage.
     fn pieces_of(&mut self, segment: &Segment) -> Result<Vec<Piece>, OptimError> {
         let within = &segment.state;
         let mut pieces = Vec::new();

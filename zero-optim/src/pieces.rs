@@ -576,8 +576,8 @@ fn coded(bytes: AnySlice, codec: Codec) -> CodedSlice {
 /// The bytes as those of `T`.
 fn of_type<T>(bytes: AnySlice) -> DeviceSlice<T> {
     let elems = bytes.len_bytes() / size_of::<T>();
-    // SAFETY: the same memory, at a multiple of the element's size from the aligned start of a block
-    // or buffer, of a type of which all values are valid: fp32, or remainders.
+    // SAFETY: the same memory, at a multiple of the element's size from the aligned start of a
+    // block or buffer, of a type of which all values are valid: fp32, or remainders.
     unsafe { DeviceSlice::from_raw_parts(bytes.as_ptr().cast(), elems, bytes.device()) }
 }
 

@@ -97,8 +97,9 @@ impl<D: Device> ShardedOptimizer<D> {
     }
 
     /// Writes a range of the state and waits for it: the opposite of [`Self::read_state`]. Masters
-    /// of frozen elements are rounded to the dtype of the parameters; slots of frozen elements
-    /// are not stored. Slots in blocks are written in whole blocks. After writing masters call [`Self::write_params`].
+    /// of frozen elements are rounded to the dtype of the parameters; slots of frozen elements are
+    /// not stored. Slots in blocks are written in whole blocks. After writing masters call
+    /// [`Self::write_params`].
     ///
     /// # Errors
     /// As [`Self::read_state`].

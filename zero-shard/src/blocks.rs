@@ -1,8 +1,9 @@
-//! Formats of few bits: values in blocks, each with a scale in fp32 and a code of 8 or 4 bits a value.
+//! Formats of few bits: values in blocks, each with a scale in fp32 and a code of 8 or 4 bits a
+//! value.
 //!
 //! A value is `table[code] * scale`. **A block is a range of a parameter**, from its first element
-//! on, and never of a shard: so what is stored does not depend on the number of ranks. Layouts whose
-//! [`shard_align_elems`](crate::LayoutOptions::shard_align_elems) and
+//! on, and never of a shard: so what is stored does not depend on the number of ranks. Layouts
+//! whose [`shard_align_elems`](crate::LayoutOptions::shard_align_elems) and
 //! [`param_align_elems`](crate::LayoutOptions::param_align_elems) are multiples of a block's
 //! elements put whole blocks into each shard.
 //!
@@ -10,7 +11,8 @@
 //! block   scale (4 bytes, little-endian) | codes, in order; of two 4-bit codes the first is the upper half of a byte
 //! ```
 //!
-//! The functions here are plain loops: the definition of each format, and the oracle of the kernels.
+//! The functions here are plain loops: the definition of each format, and the oracle of the
+//! kernels.
 //!
 //! | block | scale | decoded |
 //! |---|---|---|
@@ -38,8 +40,8 @@ pub enum BlockFormat {
     /// Codes of 4 bits, evenly spaced from -1 to 1; blocks of 128. The scale is as in `Int8`.
     Int4,
     /// Codes of 8 bits, dense near 0: the signed dynamic map of bitsandbytes and torchao; blocks of
-    /// 256. The table has 1 but not -1, so the scale is the value of the greatest magnitude, with its
-    /// sign (the positive one of two): that value has no error.
+    /// 256. The table has 1 but not -1, so the scale is the value of the greatest magnitude, with
+    ///      its sign (the positive one of two): that value has no error.
     Dynamic8,
     /// As `Dynamic8`, for values that are not negative: the unsigned dynamic map. Negative values
     /// are encoded as 0, and no others: with a mean of squares that is rounded to 0, the step after
@@ -127,8 +129,8 @@ impl BlockFormat {
         &TABLES[self as usize].values
     }
 
-    /// `midpoints()[i]` is the least value of code `i + 1` where the scale is 1, so that the code of
-    /// a value is the number of midpoints at or below it.
+    /// `midpoints()[i]` is the least value of code `i + 1` where the scale is 1, so that the code
+    /// of a value is the number of midpoints at or below it.
     pub fn midpoints(self) -> &'static [f32] {
         &TABLES[self as usize].midpoints
     }
@@ -279,8 +281,9 @@ impl Table {
         let widest = pairs().map(gap).fold(0.0, f64::max);
         // A table that does not reach -1 or 0 is that far from the values there.
         let below = f64::from(values[0]) + if values[0] < 0.0 { 1.0 } else { 0.0 };
-        // In units of EPSILON: the reciprocal is wrong by at most 1/2, and by 2 where it is subnormal;
-        // its product with the value, the product with the table's value, midpoint and table by 1/2.
+        // In units of EPSILON: the reciprocal is wrong by at most 1/2, and by 2 where it is
+        // subnormal; its product with the value, the product with the table's value, midpoint and
+        // table by 1/2.
         let error_bound = (widest / 2.0).max(below) + 4.0 * f64::from(f32::EPSILON);
         Self {
             midpoints: pairs().map(midpoint).collect(),

@@ -497,8 +497,8 @@ impl Grid {
     }
 
     /// Bytes that the ranks of a node of `node_size` consecutive ranks send to other nodes by
-    /// all-to-alls, in which each sends as much to each other rank: `sent` by one rank to all ranks,
-    /// to its group and to the ranks with its position.
+    /// all-to-alls, in which each sends as much to each other rank: `sent` by one rank to all
+    /// ranks, to its group and to the ranks with its position.
     ///
     /// # Errors
     /// As for [`Self::node_egress_bytes`].

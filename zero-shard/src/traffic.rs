@@ -73,8 +73,8 @@ pub struct StepTraffic {
 }
 
 impl StepTraffic {
-    /// The traffic of a model, with quantised reductions in one hop, whose shards have `shard_elems` elements on each of `world_size`
-    /// ranks.
+    /// The traffic of a model, with quantised reductions in one hop, whose shards have
+    /// `shard_elems` elements on each of `world_size` ranks.
     ///
     /// # Errors
     /// A world without ranks, or a sum that does not fit 64 bits.

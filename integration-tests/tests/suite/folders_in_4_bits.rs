@@ -1,5 +1,5 @@
-//! Folders with matrices in 4 bits of bitsandbytes: the values that bitsandbytes decodes, which have
-//! the same codes as NF4.
+//! Folders with matrices in 4 bits of bitsandbytes: the values that bitsandbytes decodes, which
+//! have the same codes as NF4.
 
 use std::fs;
 

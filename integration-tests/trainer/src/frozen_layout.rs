@@ -13,7 +13,8 @@ fn holds(kind_of: KindOf, param: &ParamPlacement) -> bool {
     is_matrix && BlockFormat::holds(param.numel_elems)
 }
 
-/// For each unit that is frozen and in blocks, their format and the elements that are not in blocks.
+/// For each unit that is frozen and in blocks, their format and the elements that are not in
+/// blocks.
 pub(crate) fn in_blocks(
     format: BlockFormat,
     kind_of: KindOf,

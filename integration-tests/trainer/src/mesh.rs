@@ -188,8 +188,8 @@ impl<D: Device> Mesh<D> {
         })
     }
 
-    /// Makes parameters and gradients travel in the formats of `settings`; what is encoded in blocks
-    /// adds its statistics to `sums`.
+    /// Makes parameters and gradients travel in the formats of `settings`; what is encoded in
+    /// blocks adds its statistics to `sums`.
     pub(crate) fn encode(
         &mut self,
         settings: &Settings,
@@ -208,7 +208,8 @@ impl<D: Device> Mesh<D> {
             };
             self.gather = coded(&self.gather)?;
             match &mut self.replicas {
-                // A group gathers values that replicas have encoded before; encoding them again changes none.
+                // A group gathers values that replicas have encoded before; encoding them again
+                // changes none.
                 Some(replicas) if replicas.sharding != Sharding::Replicated => {
                     replicas.gather = counted(coded(&replicas.gather)?);
                 }

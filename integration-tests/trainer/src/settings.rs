@@ -51,8 +51,8 @@ pub struct Settings {
     pub gather_codec: Option<Codec>,
     /// The formats in which gradients travel; `None`: in `dtype`.
     pub quantised_grads: Option<QuantisedGrads>,
-    /// The format of frozen units with linear layers: in memory and where they are gathered; `None`:
-    /// in `dtype`.
+    /// The format of frozen units with linear layers: in memory and where they are gathered;
+    /// `None`: in `dtype`.
     pub quantised_frozen: Option<BlockFormat>,
     /// The optimizer.
     pub optimizer: OptimizerConfig,
@@ -222,7 +222,8 @@ impl Settings {
             () if is_whole => {
                 "quantised parameters at stage 0, which gathers none: use stage 1, 2 or 3"
             }
-            // A block across the end of what is cut would round what all ranks have differently on each.
+            // A block across the end of what is cut would round what all ranks have differently on
+            // each.
             () if self.encodes_blocks()
                 && self.mesh.tensor_ranks.is_some_and(|ranks| ranks > 1) =>
             {

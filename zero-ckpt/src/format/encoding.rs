@@ -1,7 +1,7 @@
 //! How the elements of a state are stored: one by one, or in blocks with a scale.
 //!
-//! [`spans`] maps a state and a range of a unit to bytes. Everything else that needs the place of an
-//! element in a file, or the length of some elements there, is made of it.
+//! [`spans`] maps a state and a range of a unit to bytes. Everything else that needs the place of
+//! an element in a file, or the length of some elements there, is made of it.
 //!
 //! ```text
 //! unit                  | bias | weight                      | norm |
@@ -203,8 +203,8 @@ impl Encoding {
         }
     }
 
-    /// Converts to fp32 the elements behind the first `skip`, which are in one block; `bytes` starts
-    /// with that block.
+    /// Converts to fp32 the elements behind the first `skip`, which are in one block; `bytes`
+    /// starts with that block.
     pub(crate) fn decode(self, bytes: &[u8], skip: usize, out: &mut [f32]) {
         let whole = |bytes: &[u8], out: &mut [f32]| {
             let bytes = &bytes[..self.bytes(out.len() as u64) as usize];

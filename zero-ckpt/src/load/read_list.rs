@@ -147,8 +147,8 @@ impl<'r, 'o> ReadList<'r, 'o> {
         Ok(())
     }
 
-    /// Adds elements to the last read of the file if they are behind it, by less than a block of the
-    /// file, or start in its last block of a format.
+    /// Adds elements to the last read of the file if they are behind it, by less than a block of
+    /// the file, or start in its last block of a format.
     fn list(&mut self, file: usize, wanted: Wanted<'o>) {
         let start = wanted.start;
         let end = wanted.end();

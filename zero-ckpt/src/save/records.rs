@@ -27,8 +27,8 @@ pub struct StagingSlice<'a> {
     pub unit: usize,
     /// The elements, as indices in the rank's shard of the unit.
     pub in_shard: Range<u64>,
-    /// Their bytes as they are stored: blocks of [`StagingSlice::blocks`], or little-endian elements
-    /// in the dtype of the state, which is fp32 beside blocks.
+    /// Their bytes as they are stored: blocks of [`StagingSlice::blocks`], or little-endian
+    /// elements in the dtype of the state, which is fp32 beside blocks.
     pub bytes: &'a mut [u8],
     pub(crate) encoding: Encoding,
 }

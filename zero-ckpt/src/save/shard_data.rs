@@ -72,9 +72,9 @@ impl<'a> ShardData<'a> {
         self.add(StateSpec::new(state, dtype), Storage::Bytes(dtype, storage))
     }
 
-    /// Adds a state in fp32 that is stored as `encoding`, to which it is converted as it is written:
-    /// the rank's shard storage, `layout.shard_elems()` elements. Nothing is rounded where the
-    /// values are already those of `encoding`, such as the decoded blocks of an optimizer.
+    /// Adds a state in fp32 that is stored as `encoding`, to which it is converted as it is
+    /// written: the rank's shard storage, `layout.shard_elems()` elements. Nothing is rounded where
+    /// the values are already those of `encoding`, such as the decoded blocks of an optimizer.
     ///
     /// # Errors
     /// As [`Self::storage_f32`].

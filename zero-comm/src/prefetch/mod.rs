@@ -195,8 +195,8 @@ pub trait ShardSource<D: Device>: Send {
     ) -> Result<Option<AnySlice>, PrefetchError>;
 
     /// Enqueues the gather of a unit to `whole` on `comm_stream`, and returns true; or returns
-    /// false, and the unit is gathered from what [`Self::fetch`] returns. For units that are stored in
-    /// another format: all ranks return the same. The slice is not kept.
+    /// false, and the unit is gathered from what [`Self::fetch`] returns. For units that are stored
+    /// in another format: all ranks return the same. The slice is not kept.
     ///
     /// # Errors
     /// As [`Self::fetch`].

@@ -1,7 +1,7 @@
 //! Block formats by SIMD: the bits of [`BlockFormat::encode`] and [`BlockFormat::decode`].
 //!
-//! A code is found by one lookup. The upper bits of a value are the number of a *bucket*: a range so
-//! narrow that it has at most one midpoint. The bucket's entry has the code of its first value
+//! A code is found by one lookup. The upper bits of a value are the number of a *bucket*: a range
+//! so narrow that it has at most one midpoint. The bucket's entry has the code of its first value
 //! in the upper 8 bits, and 2^24 less the midpoint's place in the bucket below them. Added to the
 //! place of the value, a value at or above the midpoint carries into the code.
 

@@ -6,7 +6,8 @@ use zero_shard::BlockFormat;
 
 use crate::laws::config;
 
-/// Values of one block or a few, of all magnitudes, zeros, subnormals and the limits; a few blocks are not finite.
+/// Values of one block or a few, of all magnitudes, zeros, subnormals and the limits; a few blocks
+/// are not finite.
 fn values() -> impl Strategy<Value = Vec<f32>> {
     let any_bits = any::<u32>().prop_map(f32::from_bits);
     let even = prop::sample::select(vec![0.0f32, -0.0, f32::MAX, f32::MIN, 1e-45, -1e-40, 1.0]);

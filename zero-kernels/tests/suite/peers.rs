@@ -3,8 +3,9 @@
 //!
 //! NF4 is equal bit for bit. Elsewhere the codes are equal, with these differences:
 //!
-//! - Signed dynamic maps have 1 and not -1. The peers' scale is the greatest magnitude; ours has its
-//!   sign, so that the greatest value has no error, where theirs is clamped to -0.993 or -0.8875.
+//! - Signed dynamic maps have 1 and not -1. The peers' scale is the greatest magnitude; ours has
+//!   its sign, so that the greatest value has no error, where theirs is clamped to -0.993 or
+//!   -0.8875.
 //! - torchao divides by the scale, and we multiply with its reciprocal: values within a rounding of
 //!   a midpoint may have the other code.
 //! - bitsandbytes finds codes of 8 bits on a CPU in a table of 2^16 ranges of values: values

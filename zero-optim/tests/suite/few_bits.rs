@@ -1,5 +1,6 @@
 //! Moments of 8 and 4 bits: with the same gradients the same state to the bit, at any number of
-//! ranks, stage and home, and through a change of the ranks, since a block is a range of a parameter.
+//! ranks, stage and home, and through a change of the ranks, since a block is a range of a
+//! parameter.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -332,7 +333,8 @@ fn small_parameters_have_moments_in_fp32() {
 
     let one = model.one(shards(1), 0).unwrap();
     let state = one.host.pool.report().of(Purpose::Optimizer).live_bytes;
-    // The last one is frozen. Remainders, moments of 16 blocks, and of the others with padding in fp32.
+    // The last one is frozen. Remainders, moments of 16 blocks, and of the others with padding in
+    // fp32.
     let expected = 2 * 13312 + 2 * (16 * 260 + 4 * (13312 - 4096));
     assert!(
         state.abs_diff(expected) < 6 * 512,

@@ -46,8 +46,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Enqueues `work` on the threads of this rank. It receives the flat parameters of the pass, in fp32
-    /// or for products in bf16, and the gradients, both as host slices.
+    /// Enqueues `work` on the threads of this rank. It receives the flat parameters of the pass, in
+    /// fp32 or for products in bf16, and the gradients, both as host slices.
     pub(super) fn enqueue(
         &self,
         stream: &HostStream,
@@ -172,8 +172,8 @@ fn in_fp32<'a>(
     Ok(unsafe { copy.as_host() })
 }
 
-/// Returns the flat parameter as it is, with a copy of its `vectors` in `upcast`, behind its first `used`
-/// elements.
+/// Returns the flat parameter as it is, with a copy of its `vectors` in `upcast`, behind its first
+/// `used` elements.
 fn in_bf16<'a>(
     slice: AnySlice,
     upcast: DeviceSlice<f32>,
@@ -181,8 +181,8 @@ fn in_bf16<'a>(
     vectors: &[Range<usize>],
     products: Bf16Products,
 ) -> Result<FlatUnit<'a>, DeviceError> {
-    // SAFETY: `check` found host memory, apart from what the pass writes; its maker promised ordered
-    // accesses.
+    // SAFETY: `check` found host memory, apart from what the pass writes; its maker promised
+    // ordered accesses.
     let elems = unsafe { slice.typed::<bf16>()?.as_host() };
     let copy = upcast.slice(*used..*used + slice.len());
     *used += slice.len();

@@ -1,6 +1,6 @@
-//! Decoder-only transformers on the host, in fp32, with products in bf16 where parameters are and the CPU
-//! has instructions for them ([`crate::ops::bf16`]): passes, buffers, blocks, the head and its loss. A
-//! family of models chooses their sizes and parts ([`DecoderConfig`]).
+//! Decoder-only transformers on the host, in fp32, with products in bf16 where parameters are and
+//! the CPU has instructions for them ([`crate::ops::bf16`]): passes, buffers, blocks, the head and
+//! its loss. A family of models chooses their sizes and parts ([`DecoderConfig`]).
 //!
 //! Buffers and their lifetimes, with M = batch x seq tokens and C the width:
 //!

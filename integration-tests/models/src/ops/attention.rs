@@ -186,8 +186,8 @@ struct Turned<'a> {
 }
 
 impl<'a> Turned<'a> {
-    /// Writes the transpose `[d, seq]` to `scratch` for products in fp32: faer packs it for every block of
-    /// rows, fast only along its columns.
+    /// Writes the transpose `[d, seq]` to `scratch` for products in fp32: faer packs it for every
+    /// block of rows, fast only along its columns.
     fn new(rows: Rows<'a>, scratch: &'a mut [f32], shape: Shape) -> Self {
         if shape.products.is_none() {
             transpose(scratch, rows.data, rows.stride, rows.rows);
@@ -199,7 +199,8 @@ impl<'a> Turned<'a> {
     }
 }
 
-/// Products of a block of rows. Those in bf16 have no factor: [`Shape::scale_after`] multiplies by it.
+/// Products of a block of rows. Those in bf16 have no factor: [`Shape::scale_after`] multiplies by
+/// it.
 impl Shape {
     /// `out = factor x y^T`: the rows `keys` of y.
     fn scores(self, out: &mut [f32], x: Rows<'_>, y: &Turned<'_>, keys: Range<usize>, factor: f32) {

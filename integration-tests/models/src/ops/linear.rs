@@ -128,7 +128,8 @@ impl<'a> Linear<'a> {
         }
     }
 
-    /// The matrix of `weight` as an operand of products that sum over its inputs or over its outputs.
+    /// The matrix of `weight` as an operand of products that sum over its inputs or over its
+    /// outputs.
     fn operand(&self, weight: &'a [bf16], sums_over: MatrixOrder) -> Operand<'a> {
         let elems = Elems::Bf16(weight);
         let [inputs, outputs] = [self.inputs(), self.outputs];

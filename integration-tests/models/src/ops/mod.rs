@@ -1,5 +1,5 @@
-//! The operations of the reference trainer on the host, forward and backward, in fp32; matrix products
-//! of bf16 runs are in bf16 on CPUs with instructions for them ([`bf16`]).
+//! The operations of the reference trainer on the host, forward and backward, in fp32; matrix
+//! products of bf16 runs are in bf16 on CPUs with instructions for them ([`bf16`]).
 //!
 //! All are plain functions over slices. They run in parallel over rows, in the rayon pool that
 //! calls them; each rank has one, [`Threads`]. The split of the rows depends only on the number of

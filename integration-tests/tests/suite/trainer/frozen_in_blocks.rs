@@ -1,5 +1,5 @@
-//! Frozen units in blocks: the same bits at all stages, groups of ranks and after a resume, with the
-//! memory of the formula.
+//! Frozen units in blocks: the same bits at all stages, groups of ranks and after a resume, with
+//! the memory of the formula.
 
 use integration_tests::{GPT2, LLAMA};
 use zero_alloc::device::DType;

@@ -118,7 +118,8 @@ impl<D: Device> FrozenUnits<D> {
         Some(self.blocks().slice(unit.bytes.clone()))
     }
 
-    /// Enqueues writing the flat parameter of `unit` to `whole`, and returns whether it is in blocks.
+    /// Enqueues writing the flat parameter of `unit` to `whole`, and returns whether it is in
+    /// blocks.
     pub(crate) fn decode(
         &self,
         stream: &D::Stream,
@@ -189,8 +190,8 @@ impl<D: Device> FrozenUnits<D> {
         Ok(())
     }
 
-    /// Reads a range of the flat parameter of a unit, within what this rank has; `None` if it is not
-    /// in blocks.
+    /// Reads a range of the flat parameter of a unit, within what this rank has; `None` if it is
+    /// not in blocks.
     pub(crate) fn read(
         &self,
         stream: &D::Stream,

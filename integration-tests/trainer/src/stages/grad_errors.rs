@@ -5,11 +5,11 @@
 //! loss scale, set it to zero: its errors are of gradients that were not applied, or in another
 //! unit. So does every `reset_every`-th step.
 //!
-//! **In a checkpoint** the errors of a hop are as many states as the hop has ranks, `grad_error_h_q`
-//! of rank q, of which each rank saves its shard: an all-to-all brings it the shards of the others.
-//! A resume with the same hops restores them to the bit. With others, what matters is the sum over
-//! ranks and hops: each rank starts with that of the shard it saves, in the unit of the new number of
-//! micro-batches, over which gradients are summed.
+//! **In a checkpoint** the errors of a hop are as many states as the hop has ranks,
+//! `grad_error_h_q` of rank q, of which each rank saves its shard: an all-to-all brings it the
+//! shards of the others. A resume with the same hops restores them to the bit. With others, what
+//! matters is the sum over ranks and hops: each rank starts with that of the shard it saves, in the
+//! unit of the new number of micro-batches, over which gradients are summed.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -259,8 +259,8 @@ pub(crate) struct ErrorShards {
 }
 
 impl ErrorShards {
-    /// Fills `out` with a range of this rank's shard in the state of this name: zeros if the unit is
-    /// frozen. Returns `None` for another kind of state.
+    /// Fills `out` with a range of this rank's shard in the state of this name: zeros if the unit
+    /// is frozen. Returns `None` for another kind of state.
     pub(crate) fn fill(
         &self,
         name: &str,

@@ -77,8 +77,8 @@ pub(crate) trait Stage<D: Device>: Send {
     }
 
     /// The parameters of each unit that other ranks hold, too: whole ones without padding, or at
-    /// stage 3 the shards of replicas, if they are on the device. The compute stream waits for them.
-    /// Called between steps and never recorded.
+    /// stage 3 the shards of replicas, if they are on the device. The compute stream waits for
+    /// them. Called between steps and never recorded.
     fn replicated(&mut self, rank: &Rank<D>) -> Result<Vec<AnySlice>, TrainError>;
 
     /// The optimizer, with the state of this rank's shards, or of all parameters at stage 0.

@@ -468,8 +468,8 @@ pub struct OffloadArgs {
     ]))]
     pub masters: Option<Masters>,
     /// Moments of the optimizer: fp32; 8bit or 4bit, in blocks with a scale each, which changes the
-    /// numbers slightly, and alike at all stages and numbers of ranks; or, of an offloaded optimizer,
-    /// bf16 with stochastic rounding [default: fp32]
+    /// numbers slightly, and alike at all stages and numbers of ranks; or, of an offloaded
+    /// optimizer, bf16 with stochastic rounding [default: fp32]
     #[arg(long, value_parser = format_parser::<Moments>(&[
         ("fp32", "fp32"),
         ("bf16", "bf16, of an offloaded optimizer"),

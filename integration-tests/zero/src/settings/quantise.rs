@@ -15,8 +15,8 @@ use crate::flags::parse_whole;
 #[derive(Args, Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct QuantiseArgs {
     /// Send parameters in 8 bits where they are gathered (qwZ of ZeRO++): at stage 3 before each
-    /// use, at stages 1 and 2 after the update. Masters stay exact; the numbers change slightly, and
-    /// alike at all stages. --metrics has the error, and its bound [default: none]
+    /// use, at stages 1 and 2 after the update. Masters stay exact; the numbers change slightly,
+    /// and alike at all stages. --metrics has the error, and its bound [default: none]
     #[arg(long, value_name = "none|int8", value_enum)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantize_params: Option<ParamBits>,
@@ -25,14 +25,15 @@ pub struct QuantiseArgs {
     #[arg(long, value_name = "none|int8|int4[,int8|int4]")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantize_grads: Option<GradBits>,
-    /// Keep the matrices of frozen blocks (param_groups with "trainable": false) in 4 or 8 bits, and
-    /// send them so where stage 3 gathers them; they are decoded where a pass reads them. Embeddings,
-    /// norms and biases stay as they are [default: none]
+    /// Keep the matrices of frozen blocks (param_groups with "trainable": false) in 4 or 8 bits,
+    /// and send them so where stage 3 gathers them; they are decoded where a pass reads them.
+    /// Embeddings, norms and biases stay as they are [default: none]
     #[arg(long, value_name = "none|nf4|int8", value_enum)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantize_frozen: Option<FrozenBits>,
     /// Add what rounding left out of a gradient to the next one (LoCo): 4 bytes a parameter on each
-    /// rank, and between machines 4 bytes for its machine's part of them; kept in checkpoints [default: false]
+    /// rank, and between machines 4 bytes for its machine's part of them; kept in checkpoints
+    /// [default: false]
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_feedback: Option<bool>,

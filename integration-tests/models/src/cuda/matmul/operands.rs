@@ -80,7 +80,8 @@ pub enum Epilogue {
     },
     /// Also writes the sum of each column of the right factor, in the type of the result: beside
     /// the gradient of a weight, `x^T dy`, the gradient of its bias. `n` elements, which the addend
-    /// does not concern. Not every library and type supports it: see [`Matmul::supports`](super::Matmul::supports).
+    /// does not concern. Not every library and type supports it: see
+    /// [`Matmul::supports`](super::Matmul::supports).
     BiasGradient(AnySlice),
 }
 

@@ -6,8 +6,8 @@ use std::sync::OnceLock;
 
 use super::Tile;
 
-/// Whether this CPU has the instructions, and Linux lets this process use their registers: it must be
-/// requested once, before the first use.
+/// Whether this CPU has the instructions, and Linux lets this process use their registers: it must
+/// be requested once, before the first use.
 pub(super) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| has_instructions() && request_registers())
@@ -79,8 +79,8 @@ impl Tiles {
         }
     }
 
-    /// Computes, or adds to, a block `[32, 32]` with rows `stride` elements apart: its four tiles stay in
-    /// registers, and each step multiplies two tiles by two.
+    /// Computes, or adds to, a block `[32, 32]` with rows `stride` elements apart: its four tiles
+    /// stay in registers, and each step multiplies two tiles by two.
     ///
     /// # Safety
     /// The block is writable, and nothing else accesses it.
@@ -94,8 +94,8 @@ impl Tiles {
     ) {
         let steps = (left.len() / 2).min(right.len() / 2);
         let below = block.wrapping_add(16 * stride);
-        // SAFETY: the tiles are configured. The loop reads `steps` times two tiles of each operand, which
-        // the slices have; the rest accesses 16 rows of 64 bytes four times, the block.
+        // SAFETY: the tiles are configured. The loop reads `steps` times two tiles of each operand,
+        // which the slices have; the rest accesses 16 rows of 64 bytes four times, the block.
         unsafe {
             asm!(
                 "test {accumulate:l}, {accumulate:l}",

@@ -1,24 +1,26 @@
-//! Matrix products of operands rounded to bf16, with sums in fp32, on CPUs with instructions for them.
+//! Matrix products of operands rounded to bf16, with sums in fp32, on CPUs with instructions for
+//! them.
 //!
 //! `out = a b^T` or `out += a b^T`: a `[m, k]` and b `[n, k]` in any order of their elements, out
 //! row-major. Both operands are packed into tiles, each element once a product: the smaller operand
-//! by all threads together, and the larger one, panel by panel, by the thread that multiplies the panel.
-//! So a product reads its operands once from memory, and what it reads again is in a core's cache.
+//! by all threads together, and the larger one, panel by panel, by the thread that multiplies the
+//! panel. So a product reads its operands once from memory, and what it reads again is in a core's
+//! cache.
 //!
 //! | instructions | an element of `out` is |
 //! |---|---|
 //! | AMX (`tdpbf16ps`) | for each 32 of k in order, the sum of the even products plus that of the odd ones |
 //! | AVX512-BF16 (`vdpbf16ps`) | each pair of k in order: the odd product is added, then the even one |
 //!
-//! The fewest operations of a product are its 2 m n k by the peak of the instructions: 2,048 a cycle of a
-//! core by AMX, and 32 (Sapphire Rapids), 64 (Zen 4) or 128 by AVX512-BF16; benches/README.md has the share
-//! that is reached. Other CPUs have no [`Bf16Products`]: their products are in fp32, of bf16 parameters and
-//! fp32 activations.
+//! The fewest operations of a product are its 2 m n k by the peak of the instructions: 2,048 a
+//! cycle of a core by AMX, and 32 (Sapphire Rapids), 64 (Zen 4) or 128 by AVX512-BF16;
+//! benches/README.md has the share that is reached. Other CPUs have no [`Bf16Products`]: their
+//! products are in fp32, of bf16 parameters and fp32 activations.
 //!
-//! Every sum begins with 0, or with the element that it is added to, and is rounded to nearest. Its order
-//! depends neither on the number of threads nor on the sizes, so the bits of an element don't, either. The
-//! instructions, and rounding, take denormal numbers for 0 (Intel, Architecture Instruction Set
-//! Extensions Reference, TDPBF16PS, VDPBF16PS and VCVTNE2PS2BF16).
+//! Every sum begins with 0, or with the element that it is added to, and is rounded to nearest. Its
+//! order depends neither on the number of threads nor on the sizes, so the bits of an element
+//! don't, either. The instructions, and rounding, take denormal numbers for 0 (Intel, Architecture
+//! Instruction Set Extensions Reference, TDPBF16PS, VDPBF16PS and VCVTNE2PS2BF16).
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -52,7 +54,8 @@ const PANEL: usize = 2 * TILE;
 /// Elements of k of a tile.
 const DEPTH: usize = 2 * TILE;
 
-/// Maximum elements of k of a packed panel, a multiple of [`DEPTH`]: a panel (40 KiB) fits a level-1 cache.
+/// Maximum elements of k of a packed panel, a multiple of [`DEPTH`]: a panel (40 KiB) fits a
+/// level-1 cache.
 const MAX_DEPTH: usize = 640;
 
 /// Maximum lines that are packed for all threads: 1.25 MiB, which fits a level-2 cache.
@@ -269,7 +272,8 @@ impl Kernel {
             return unsafe { self.whole(block.as_ptr_mut(), stride, accumulate, left, right) };
         }
 
-        // At the ends of the output: a copy with all rows and columns, so that its sums are the same.
+        // At the ends of the output: a copy with all rows and columns, so that its sums are the
+        // same.
         let mut copy = [[0.0f32; PANEL]; PANEL];
         if accumulate {
             for (i, row) in copy.iter_mut().enumerate().take(rows) {
@@ -296,7 +300,8 @@ impl Kernel {
     }
 
     /// # Safety
-    /// `block` has `PANEL` rows of as many elements, `stride` apart, writable and accessed by nothing else.
+    /// `block` has `PANEL` rows of as many elements, `stride` apart, writable and accessed by
+    /// nothing else.
     unsafe fn whole(
         &self,
         block: *mut f32,

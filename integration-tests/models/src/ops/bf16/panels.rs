@@ -10,8 +10,8 @@ use super::{DEPTH, PANEL, TILE, Tile};
 
 type Vectors = [__m512i; TILE];
 
-/// Packs lines from `line` on, those of a panel, and `depth` of them into `panel`: for each 32 of k two
-/// tiles. Lines and elements that the operand does not have are 0.
+/// Packs lines from `line` on, those of a panel, and `depth` of them into `panel`: for each 32 of k
+/// two tiles. Lines and elements that the operand does not have are 0.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub(super) fn pack_panel(
     panel: &mut [Tile],
@@ -164,8 +164,8 @@ fn pairs_of_bf16(elems: &[bf16], stride: usize, lines: Range<usize>, k: Range<us
     vectors
 }
 
-/// The transpose of 16 x 16 elements of 32 bits: of 2 x 2 elements, of 4 x 4, and then of the 4 x 4 tiles
-/// of these.
+/// The transpose of 16 x 16 elements of 32 bits: of 2 x 2 elements, of 4 x 4, and then of the 4 x 4
+/// tiles of these.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn transposed(r: Vectors) -> Vectors {

@@ -1,5 +1,5 @@
-//! Products by each kind of instructions that this CPU has, beside plain sums in fp64 of the rounded
-//! operands.
+//! Products by each kind of instructions that this CPU has, beside plain sums in fp64 of the
+//! rounded operands.
 
 use faer::MatMut;
 use half::bf16;
@@ -85,8 +85,8 @@ impl Stored {
     }
 }
 
-/// The oracle: element `(i, j)` of `start + a b^T` in fp64, and a bound of its error in fp32: a rounding
-/// for each product and addition (Higham, section 3.1), and denormal numbers.
+/// The oracle: element `(i, j)` of `start + a b^T` in fp64, and a bound of its error in fp32: a
+/// rounding for each product and addition (Higham, section 3.1), and denormal numbers.
 fn plain(start: f32, a: &Stored, b: &Stored, i: usize, j: usize) -> [f64; 2] {
     let products = (0..a.depth).map(|k| a.at(i, k) * b.at(j, k));
     let start = f64::from(start);
