@@ -63,8 +63,7 @@ impl Segments {
 /// ```
 ///
 /// With `keep` 0 this is error feedback; above, a running mean of the errors (LoCo, Xie et al.,
-/// arXiv
-/// 2407.04480). What is not finite is left out of the error.
+/// arXiv 2407.04480). What is not finite is left out of the error.
 #[derive(Clone, Copy, Debug)]
 pub struct Feedback {
     /// An element for each of the source, updated.

@@ -41,7 +41,7 @@ pub enum BlockFormat {
     Int4,
     /// Codes of 8 bits, dense near 0: the signed dynamic map of bitsandbytes and torchao; blocks of
     /// 256. The table has 1 but not -1, so the scale is the value of the greatest magnitude, with
-    ///      its sign (the positive one of two): that value has no error.
+    /// its sign (the positive one of two): that value has no error.
     Dynamic8,
     /// As `Dynamic8`, for values that are not negative: the unsigned dynamic map. Negative values
     /// are encoded as 0, and no others: with a mean of squares that is rounded to 0, the step after

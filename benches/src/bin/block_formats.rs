@@ -72,7 +72,8 @@ impl Bench {
         // The first round touches the pages.
         for round in 0..=self.rounds {
             for (times, run) in times.iter_mut().zip(what) {
-                let (start, cpu) = (Instant::now(), cpu_seconds());
+                let start = Instant::now();
+                let cpu = cpu_seconds();
                 run(self)?;
                 self.stream.synchronize(LIMIT)?;
                 if round > 0 {
@@ -136,12 +137,14 @@ fn formats(bench: &Bench, elems: usize) -> Result<(), AnyError> {
         let times = bench.time(&[
             &|b| memcpy(b, &src, &dst),
             &|b| {
-                let (src, blocks) = (src.any(), blocks.any());
+                let src = src.any();
+                let blocks = blocks.any();
                 b.kernels
                     .encode_blocks(&b.stream, format, src, blocks, None, None)
             },
             &|b| {
-                let (blocks, dst) = (blocks.any(), dst.any());
+                let blocks = blocks.any();
+                let dst = dst.any();
                 b.kernels.decode_blocks(&b.stream, format, blocks, 1, dst)
             },
         ])?;
@@ -226,7 +229,8 @@ fn main() -> Result<(), AnyError> {
     let numbers: Result<Vec<usize>, _> = std::env::args().skip(1).map(|a| a.parse()).collect();
     let numbers = numbers.map_err(|_| "usage: block_formats [ELEMS [THREADS [ROUNDS]]]")?;
     let number = |nth: usize, default| numbers.get(nth).copied().unwrap_or(default);
-    let (elems, threads) = (number(0, 1 << 26), number(1, 2));
+    let elems = number(0, 1 << 26);
+    let threads = number(1, 2);
     let bench = Bench {
         kernels: HostKernels::new(threads)?,
         stream: HostDevice::new().create_stream("bench")?,

@@ -257,7 +257,8 @@ impl Settings {
         if !has_feedback || ranks == 1 {
             return 0;
         }
-        let (groups, group) = (layouts.grid().groups(), layouts.grid().group_size());
+        let groups = layouts.grid().groups();
+        let group = layouts.grid().group_size();
         let second = if groups > 1 && group > 1 { groups } else { 0 };
         let shards = ranks.saturating_add(second);
         let shard = layouts.grads(0).0.shard_elems();

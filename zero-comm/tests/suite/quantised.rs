@@ -365,7 +365,8 @@ fn buckets(
     capacity_elems: usize,
 ) -> Buckets<HostDevice> {
     let options = BucketOptions::new(capacity_elems, DType::F32);
-    let (compute, comm) = (streams.compute.clone(), streams.comm.clone());
+    let compute = streams.compute.clone();
+    let comm = streams.comm.clone();
     Buckets::new(pool, reduce, compute, comm, options).unwrap()
 }
 

@@ -92,7 +92,8 @@ fn buckets<const SHIFT: u32, const BUCKETS: usize>(format: BlockFormat) -> Box<[
         let start = (bucket as u32) << SHIFT;
         let base = code(start);
         let last = (1 << SHIFT) - 1;
-        let (mut low, mut high) = (0, last + 1);
+        let mut low = 0;
+        let mut high = last + 1;
         // The first place of the next code, or the end.
         while low < high {
             let middle = low + (high - low) / 2;

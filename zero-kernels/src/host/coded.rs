@@ -252,7 +252,8 @@ impl ThreadSums {
             let mut errors = [0.0; 2 * GROUP];
             let mut squares = [0.0; 2 * GROUP];
             for (i, (value, decoded)) in values.iter().zip(decoded).enumerate() {
-                let (value, error) = (f64::from(*value), f64::from(*value) - f64::from(*decoded));
+                let value = f64::from(*value);
+                let error = value - f64::from(*decoded);
                 errors[i] = error * error;
                 squares[i] = value * value;
             }

@@ -241,7 +241,8 @@ fn check_adam<D: Device, G: Float, P: Float>(rig: &Rig<D>, averages: AverageCode
         let (first_format, first, mut m) = moment(averages.signed, &first);
         let (second_format, second, mut v) = moment(averages.positive, &squares::<f32>(len, 3));
         let grad = mixed::<G>(len, 4 + i as u64);
-        let (scalars, hyper) = (scalars(1e-2, 0.37), hyper(i % 2 == 0));
+        let scalars = scalars(1e-2, 0.37);
+        let hyper = hyper(i % 2 == 0);
 
         let master = rig.buffer(&start, from(i, 0));
         let (high, low): (Vec<bf16>, Vec<i16>) = start.iter().map(|w| split(*w)).unzip();

@@ -74,11 +74,13 @@ fn check(format: BlockFormat, name: &str, peer: &str, near: f32) {
     let (codes, scales) = encode(format, &values);
     let their_codes = bytes(&format!("{name}.{peer}.codes"));
     let their_scales = floats(&format!("{name}.{peer}.scales"));
-    let (table, elems) = (format.table(), format.elems());
+    let table = format.table();
+    let elems = format.elems();
     let mut compared = 0;
     let mut differing = 0;
     for (block, values) in values.chunks(elems).enumerate() {
-        let (scale, theirs) = (scales[block], their_scales[block]);
+        let scale = scales[block];
+        let theirs = their_scales[block];
         if scale == 0.0 {
             assert!(theirs <= 1e-12, "{name}, {peer}");
             continue;
@@ -98,7 +100,8 @@ fn check(format: BlockFormat, name: &str, peer: &str, near: f32) {
             continue;
         }
         for i in range {
-            let (ours, theirs) = (codes[i], their_codes[i]);
+            let ours = codes[i];
+            let theirs = their_codes[i];
             compared += 1;
             if ours == theirs {
                 continue;

@@ -209,7 +209,8 @@ impl One {
         let params = slices(&mut self.params);
         let range = StateRange { kind, unit, elems };
         let read = (&range, &params[unit][..]);
-        let (optim, stream) = (&mut self.optim, &self.host.stream);
+        let optim = &mut self.optim;
+        let stream = &self.host.stream;
         optim
             .read_state(stream, read.0, read.1, &mut values, LIMIT)
             .unwrap();
@@ -220,7 +221,8 @@ impl One {
         let params = slices(&mut self.params);
         let elems = 0..values.len();
         let range = StateRange { kind, unit, elems };
-        let (optim, stream) = (&mut self.optim, &self.host.stream);
+        let optim = &mut self.optim;
+        let stream = &self.host.stream;
         optim
             .write_state(stream, &range, &params[unit], values, LIMIT)
             .unwrap();
@@ -388,7 +390,8 @@ fn parts_of_blocks_are_read_but_not_written() {
             unit: 0,
             elems: 128..200,
         };
-        let (optim, stream) = (&mut one.optim, &one.host.stream);
+        let optim = &mut one.optim;
+        let stream = &one.host.stream;
         let written = optim.write_state(stream, &range, &params[0], &[0.0; 72], LIMIT);
         let expected = "unit unit: first_moment is in blocks of 128 elements; write whole blocks, not elements 128..200";
         assert_eq!(written.unwrap_err().to_string(), expected);

@@ -94,7 +94,8 @@ fn check_bytes(case: &Case, outcome: &Outcome) {
             let between = match settings.mesh.two_level {
                 None => axes.node_egress_bytes(&layouts.grid(), node_ranks as u64),
                 Some(_) => {
-                    let (stage, widths) = (settings.stage, settings.widths());
+                    let stage = settings.stage;
+                    let widths = settings.widths();
                     let times = settings.reductions();
                     let sent = layouts.step_traffic(stage, &widths, times, Routing::TwoLevel);
                     sent.map(|sent| sent.group_egress_bytes)

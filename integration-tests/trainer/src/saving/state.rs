@@ -70,7 +70,8 @@ fn fill(
     values: &mut Vec<f32>,
     source: &mut InitialWeights<'_>,
 ) -> Result<(), TrainError> {
-    let (start, end) = (range.start as u64, range.end as u64);
+    let start = range.start as u64;
+    let end = range.end as u64;
     values.clear();
     values.resize(range.len(), 0.0);
     for piece in placed.params_in(start..end)? {

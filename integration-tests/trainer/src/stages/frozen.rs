@@ -66,7 +66,8 @@ impl<D: Device> FrozenUnits<D> {
         let Some(format) = settings.quantised_frozen else {
             return Ok(None);
         };
-        let (mut bytes, mut elems) = (0, 0);
+        let mut bytes = 0;
+        let mut elems = 0;
         let unit = |(unit, placed): (usize, &UnitLayout)| {
             groups.in_blocks[unit]?;
             let held = held(unit);

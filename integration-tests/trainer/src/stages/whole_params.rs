@@ -79,8 +79,10 @@ impl<D: Device> WholeParams<D> {
         let of_unit = |&unit: &usize| match &rank.frozen {
             Some(frozen) if frozen.has(unit) => {
                 let elems = rank.layout.units()[unit].padded_elems as usize;
-                let (pool, dtype) = (&rank.pool, rank.settings.dtype);
-                let block = pool.allocate(elems, dtype, Purpose::Buckets, &rank.compute)?;
+                let dtype = rank.settings.dtype;
+                let block = rank
+                    .pool
+                    .allocate(elems, dtype, Purpose::Buckets, &rank.compute)?;
                 // SAFETY: only the compute stream uses it; it is recorded before it is dropped.
                 let whole = unsafe { block.slice() };
                 self.decoded.push(block);
