@@ -202,6 +202,7 @@ fn file_with_all_keys_is_read() {
             lr: 3e-4,
             hyper,
             moments: None,
+            muon: None,
         }),
         schedule: Some(LrSchedule::WarmupDecay(schedule)),
         activation_checkpointing: Some(ActivationCheckpointing {
@@ -369,6 +370,7 @@ fn adam_decouples_decay_by_default() {
                 lr: 1e-3,
                 hyper,
                 moments: None,
+            muon: None,
             }),
             "{text}"
         );

@@ -7,6 +7,7 @@ use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::{ParamSpec, TransformerShape, UnitSpec};
 use zero_trainer::param_groups::ParamKind;
+use zero_trainer::zero_optim::Matrix;
 use zero_trainer::{ModelError, ModelRanks, Pass};
 
 use crate::config::json::Keys;
@@ -452,6 +453,27 @@ impl From<GptConfig> for ModelConfig {
 impl From<LlamaConfig> for ModelConfig {
     fn from(config: LlamaConfig) -> Self {
         Self::Llama(config)
+    }
+}
+
+/// The matrices of a tensor of a block's linear layers, by its name and shape, in all architectures:
+/// none in embeddings, the head, norms and biases. Queries, keys and values of GPT-2 are three.
+pub fn matrices_of(name: &str, shape: &[u64]) -> Vec<Matrix> {
+    let &[rows, cols] = shape else {
+        return Vec::new();
+    };
+    let (rows, cols) = (rows as usize, cols as usize);
+    let of_layer = |layers: &[&str]| layers.iter().any(|layer| name.contains(layer));
+    match param_kind(name) {
+        ParamKind::Linear if of_layer(&["lm_head"]) => Vec::new(),
+        ParamKind::Linear if of_layer(&[".c_attn."]) => {
+            Matrix::conv1d(rows, cols).split(&[cols / 3; 3])
+        }
+        ParamKind::Linear if of_layer(&[".c_proj.", ".c_fc."]) => {
+            vec![Matrix::conv1d(rows, cols)]
+        }
+        ParamKind::Linear => vec![Matrix::linear(rows, cols)],
+        _ => Vec::new(),
     }
 }
 

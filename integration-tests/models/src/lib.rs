@@ -15,7 +15,7 @@ pub mod random;
 mod tensor;
 mod tensor_traffic;
 
-pub use architecture::{ModelConfig, PRESETS, param_kind};
+pub use architecture::{ModelConfig, PRESETS, matrices_of, param_kind};
 pub use config::ConfigError;
 pub use decoder::HostModel;
 pub use decoder::gpu::{GpuModel, writes_grad};

@@ -250,7 +250,8 @@ fn staging(settings: &Settings, layout: &Layout, saves: bool) -> Option<u64> {
     } else {
         0
     };
-    let kinds = settings.optimizer_state().kinds().count();
+    let has_matrices = settings.resolve_groups(layout).ok()?.has_matrices();
+    let kinds = settings.state_kinds(has_matrices).len();
     let layouts = settings.mesh.layouts(layout).ok()?;
     // Errors of all ranks, and a copy of them before they are staged.
     let errors = match saves {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use zero_alloc::device::DType;
 use zero_comm::PrefetchOptions;
 use zero_kernels::Codec;
-use zero_optim::{OptimizerConfig, StateArrays};
+use zero_optim::{OptimizerConfig, StateArrays, StateKind};
 use zero_shard::{
     AxisTraffic, BlockFormat, GridLayout, Layout, LayoutOptions, ShardError, Sharding, Widths,
     WireFormat, ZeroStage,
@@ -14,8 +14,9 @@ use zero_shard::{
 use crate::error::TrainError;
 use crate::frozen_layout::in_blocks;
 use crate::mesh_settings::MeshSettings;
+use crate::muon::MuonSettings;
 use crate::offload::settings::{Home, OffloadSettings};
-use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
+use crate::param_groups::{GroupRule, GroupSettings, KindOf, ModelGroups};
 use crate::quantised::{QuantisedGrads, wire_of};
 
 /// Alignment of shards in elements: 32 bytes of a 16-bit type.
@@ -56,6 +57,8 @@ pub struct Settings {
     pub quantised_frozen: Option<BlockFormat>,
     /// The optimizer.
     pub optimizer: OptimizerConfig,
+    /// Muon for matrices, in place of the optimizer.
+    pub muon: MuonSettings,
     /// Rules of tensors that differ from the optimizer's.
     pub groups: GroupSettings,
     /// The kinds of the model's tensors, for the rules.
@@ -86,6 +89,7 @@ impl Settings {
             quantised_grads: None,
             quantised_frozen: None,
             optimizer: OptimizerConfig::default(),
+            muon: MuonSettings::new(|_, _| Vec::new()),
             groups: GroupSettings::default(),
             kind_of,
             graphs: false,
@@ -99,9 +103,13 @@ impl Settings {
     /// # Errors
     /// As [`GroupSettings::resolve`].
     pub fn resolve_groups(&self, layout: &Layout) -> Result<ModelGroups, TrainError> {
-        let mut groups = self.groups.resolve(layout, self.kind_of)?;
-        let small = self.small_optimizer_state().wire();
-        groups.small = (small != self.optimizer_state().wire()).then_some(small);
+        let muon = (&self.muon, self.muon.lr_scale(self.optimizer.lr));
+        let mut groups = self.groups.resolve(layout, self.kind_of, Some(muon))?;
+        let state = self.state_arrays().map(|of| of.map(|arrays| arrays.wire()));
+        let own = state[0][0];
+        let is_own = |format: &WireFormat| *format == own;
+        let alike = is_own(&state[0][1]) && (!groups.has_matrices() || state[1].iter().all(is_own));
+        groups.state = (!alike).then_some(state);
         groups.in_blocks = match self.quantised_frozen {
             Some(format) => in_blocks(format, self.kind_of, &groups, layout),
             None => vec![None; layout.units().len()],
@@ -318,11 +326,36 @@ impl Settings {
         self.optimizer.arrays(self.dtype, self.offload.format)
     }
 
-    /// The arrays of the optimizer's state, of small parameters
-    /// ([`BlockFormat::holds`](zero_shard::BlockFormat::holds)).
-    pub fn small_optimizer_state(&self) -> StateArrays {
-        let format = self.offload.format;
-        let small = format.moments(format.moments.without_blocks());
-        self.optimizer.arrays(self.dtype, small)
+    /// Whether Muon may update a tensor: by default, or in a group.
+    pub fn names_muon(&self) -> bool {
+        let mut groups = self.groups.groups.iter();
+        self.muon.by_default || groups.any(|group| group.optimizer == Some(GroupRule::Muon))
+    }
+
+    /// The kinds of state of a run, in the order of checkpoints, each with arrays that have it.
+    pub fn state_kinds(&self, has_matrices: bool) -> Vec<(StateKind, StateArrays)> {
+        let [[adam, _], [muon, _]] = self.state_arrays();
+        let of_muon = Some(muon).filter(|_| has_matrices);
+        let mut kinds: Vec<(StateKind, StateArrays)> = Vec::new();
+        for arrays in [adam].into_iter().chain(of_muon) {
+            for kind in arrays.kinds() {
+                if kinds.iter().all(|(other, _)| *other != kind) {
+                    kinds.push((kind, arrays.clone()));
+                }
+            }
+        }
+        kinds
+    }
+
+    /// The arrays of the state of AdamW's tensors, and of Muon's: of those that are not small, and
+    /// of small ones ([`BlockFormat::holds`]).
+    pub(crate) fn state_arrays(&self) -> [[StateArrays; 2]; 2] {
+        let large = self.offload.format;
+        let small = large.moments(large.moments.without_blocks());
+        let muon = |format| StateArrays::new(&self.muon.rule, self.dtype, format);
+        [
+            [large, small].map(|format| self.optimizer.arrays(self.dtype, format)),
+            [large, small].map(muon),
+        ]
     }
 }

@@ -35,6 +35,7 @@ use zero_optim::{
 };
 
 use crate::error::TrainError;
+use crate::muon::HostExchange;
 use crate::offload::drain::drain;
 use crate::offload::host_params::{HostParams, SharedParams};
 use crate::offload::settings::{Home, OffloadSettings};
@@ -101,6 +102,22 @@ impl<D: Device> HostOptimizer<D> {
         let builder = match options.state_home() {
             Some(home) => builder.offload(home),
             None => builder,
+        };
+
+        let builder = match (rank.matrices(true)?, rank.exchange()?) {
+            (Some(matrices), Some(of_device)) => {
+                let exchange = HostExchange {
+                    of_device,
+                    device: rank.pool.device().clone(),
+                    done: host
+                        .plain
+                        .device()
+                        .create_stream(&format!("rank {index} exchanges"))?,
+                    limit: settings.host_limit(),
+                };
+                builder.matrices(matrices, Arc::new(exchange))
+            }
+            _ => builder,
         };
 
         let optimizer = builder.build(segments)?;

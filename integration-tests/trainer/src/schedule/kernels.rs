@@ -6,8 +6,8 @@ use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 use zero_alloc::host::HostStream;
 use zero_alloc::schedule::Work;
 use zero_kernels::{
-    AdvanceArgs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels, RankStats, Segments,
-    UpdateArgs, UpdateRule,
+    AdvanceArgs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels, OrthogonaliseArgs,
+    RankStats, Segments, UpdateArgs, UpdateRule,
 };
 use zero_shard::BlockFormat;
 
@@ -29,6 +29,17 @@ unsafe impl<D: Device<Stream = HostStream>> Kernels<D> for ScheduledKernels {
         args: UpdateArgs,
     ) -> Result<(), KernelError> {
         enqueue(stream, rule.label(&args.form()), args.bytes())
+    }
+
+    /// Five steps of three products read and write what the caches hold; the matrix itself is read
+    /// and written once.
+    fn orthogonalise(
+        &self,
+        stream: &HostStream,
+        args: OrthogonaliseArgs,
+    ) -> Result<(), KernelError> {
+        let elems = args.rows * args.cols;
+        enqueue(stream, "orthogonalise", 2 * size_of::<f32>() * elems)
     }
 
     fn cast(

@@ -1,5 +1,7 @@
 //! The optimizer on the device.
 
+use std::sync::Arc;
+
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Reduced, Stream};
 use zero_ckpt::Reader;
 use zero_comm::SumInto;
@@ -36,10 +38,13 @@ impl<D: Device> DeviceOptimizer<D> {
             .config(settings.optimizer.clone())
             .param_dtype(settings.dtype)
             .groups(&groups)
-            .format(settings.offload.format)
-            .build(segments)?;
+            .format(settings.offload.format);
+        let optimizer = match (rank.matrices(false)?, rank.exchange()?) {
+            (Some(matrices), Some(exchange)) => optimizer.matrices(matrices, Arc::new(exchange)),
+            _ => optimizer,
+        };
         Ok(Self {
-            optimizer,
+            optimizer: optimizer.build(segments)?,
             params,
             sums: DeviceSums::new(rank)?,
         })

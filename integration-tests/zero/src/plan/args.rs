@@ -7,6 +7,7 @@ use clap::{Args, ValueEnum};
 
 use crate::flags::{DTypeFlag, model_help, parse_gpu_memory, parse_params, parse_whole};
 use crate::settings::args::{MeshArgs, OffloadArgs, TrainArgs};
+use crate::settings::muon::MuonArgs;
 use crate::settings::quantise::QuantiseArgs;
 
 /// The architectures that a shape can have.
@@ -104,6 +105,9 @@ pub struct PlanArgs {
     /// The offload.
     #[command(flatten)]
     pub offload: OffloadArgs,
+    /// The optimizer.
+    #[command(flatten)]
+    pub muon: MuonArgs,
     /// Quantised communication, at stages 1 to 3.
     #[command(flatten)]
     pub quantise: QuantiseArgs,
@@ -144,6 +148,7 @@ impl PlanArgs {
             reduce_every_micro_batch: given(self.reduce_every_micro_batch),
             bucket_elems: self.bucket_elems.map(|elems| elems as usize),
             mesh: self.mesh,
+            muon: self.muon,
             quantise: self.quantise,
             ..TrainArgs::default()
         }

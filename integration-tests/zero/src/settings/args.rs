@@ -12,6 +12,7 @@ use zero_trainer::Home;
 use zero_trainer::param_groups::ParamGroup;
 
 use super::outputs::OutputPaths;
+use super::muon::MuonArgs;
 use super::quantise::QuantiseArgs;
 use super::stage_choice::{StageChoice, parse_stage};
 use crate::flags::{DTypeFlag, model_help, parse_bytes, parse_whole};
@@ -81,6 +82,9 @@ pub struct TrainArgs {
     /// Tokens per sequence [default: 128, or the model's positions if fewer]
     #[arg(long, value_name = "T", value_parser = parse_whole::<usize>)]
     pub seq_len: Option<usize>,
+    /// The optimizer.
+    #[command(flatten)]
+    pub muon: MuonArgs,
     /// Learning rate [default: 1e-3]
     #[arg(long, value_name = "X")]
     pub lr: Option<f64>,
@@ -295,6 +299,7 @@ impl TrainArgs {
             reduce_every_micro_batch, bucket_elems, no_overlap, cuda_graph,
             unflagged.prefetch, unflagged.sub_group_elems,
             mesh.shard_group, mesh.shard_optimizer, mesh.hpz, mesh.ulysses, mesh.tensor_parallel,
+            muon.optimizer, muon.muon_lr, muon.muon_momentum, muon.muon_adjust, muon.ns_steps,
             quantise.quantize_params, quantise.quantize_grads, quantise.quantize_frozen,
             quantise.error_feedback,
             quantise.error_feedback_beta, quantise.error_feedback_reset,

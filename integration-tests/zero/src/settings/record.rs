@@ -15,6 +15,7 @@ use zero_trainer::{OffloadSettings, ReplicaChecks, Settings};
 
 use super::args::{DeviceChoice, MeshArgs, TrainArgs};
 use super::outputs::OutputPaths;
+use super::muon::MuonArgs;
 use super::quantise::QuantiseArgs;
 use super::samples::SampleRecord;
 use super::validation::ValidationRecord;
@@ -60,6 +61,9 @@ pub(crate) struct RunRecord {
     /// Groups of ranks.
     #[serde(default, skip_serializing_if = "MeshArgs::is_default")]
     pub(crate) mesh: MeshArgs,
+    /// Muon.
+    #[serde(default, skip_serializing_if = "MuonArgs::is_default")]
+    pub(crate) muon: MuonArgs,
     /// Quantised communication.
     #[serde(default, skip_serializing_if = "QuantiseArgs::is_default")]
     pub(crate) quantise: QuantiseArgs,

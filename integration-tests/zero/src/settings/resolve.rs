@@ -11,6 +11,7 @@ use super::args::TrainArgs;
 use super::communication;
 use super::formats_of_run;
 use super::mesh::{self, Shares};
+use super::muon;
 use super::offload::{self, Offloaded};
 use super::optimizer;
 use super::sources::{Conditions, RunSources};
@@ -84,6 +85,7 @@ pub(crate) fn settings(
     let mut settings = Settings {
         mesh: mesh::settings(&from, &run, notices)?,
         optimizer: rules,
+        muon: muon::settings(&from.all),
         groups: optimizer::groups(&from.all),
         offload,
         limit: Duration::from_secs(args.time_limit),

@@ -249,7 +249,7 @@ impl RunSetup {
     fn check_outputs(&mut self) -> Result<(), CliError> {
         if let Some((dir, _)) = &self.options.checkpoint {
             save_folder::check(dir, &self.options.store())?;
-            let states = self.settings.optimizer_state().kinds().count();
+            let states = self.settings.state_kinds(self.settings.names_muon()).len();
             let model = &self.workload.config;
             let saves = Saves::of(&self.options, self.first_step, model, states);
             self.notices.extend(room::check(dir, &saves)?);
