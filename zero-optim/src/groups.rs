@@ -18,7 +18,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
 use zero_kernels::step::StepRates;
-use zero_kernels::{Grain, StepPoint, UpdateRule};
+use zero_kernels::{StepPoint, UpdateRule};
 use zero_shard::{BlockFormat, Layout, ParamId, ShardError};
 
 use crate::format::{StateArrays, StateFormat};
@@ -641,9 +641,9 @@ struct Distinct {
 /// Checks the hyperparameters of a rule, and that it works on shards.
 fn check_update(rule: &Arc<dyn UpdateRule>) -> Result<(), OptimError> {
     rule.check()?;
-    match rule.grain() {
-        Grain::Element => Ok(()),
-        _ => Err(OptimError::Grain { rule: rule.name() }),
+    match rule.matrix_rule() {
+        None => Ok(()),
+        Some(_) => Err(OptimError::Grain { rule: rule.name() }),
     }
 }
 
