@@ -370,7 +370,7 @@ fn adam_decouples_decay_by_default() {
                 lr: 1e-3,
                 hyper,
                 moments: None,
-            muon: None,
+                muon: None,
             }),
             "{text}"
         );

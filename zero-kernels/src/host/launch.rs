@@ -9,11 +9,11 @@ use zero_shard::BlockFormat;
 
 use super::pack::copies;
 use super::update::FloatSlice;
-use super::{Workers, coded};
+use super::{Workers, coded, orthogonalise};
 use crate::step::{self, RankStats};
 use crate::{
-    AdvanceArgs, Codec, EncodeSums, Feedback, Float, GradStats, KernelError, Kernels, Segments,
-    UpdateArgs, UpdateRule, check,
+    AdvanceArgs, Codec, EncodeSums, Feedback, Float, GradStats, KernelError, Kernels,
+    OrthogonaliseArgs, Segments, UpdateArgs, UpdateRule, check,
 };
 
 /// The operations on host streams. Updates, cast, pack, accumulate and grad_stats are split over a
@@ -96,6 +96,23 @@ unsafe impl Kernels<HostDevice> for HostKernels {
                 unsafe { coded::update(&*rule, &args.slice(range), scalars) }
             });
             updated.map_err(failed)
+        })?;
+        Ok(())
+    }
+
+    fn orthogonalise(
+        &self,
+        stream: &HostStream,
+        args: OrthogonaliseArgs,
+    ) -> Result<(), KernelError> {
+        let scratch_elems = self.orthogonalise_scratch_elems(args.rows, args.cols);
+        check::orthogonalise(DeviceId::HOST, &args, scratch_elems)?;
+        let workers = self.workers.clone();
+        stream.enqueue("orthogonalise", move || {
+            // SAFETY: `check` found host memory, and the scratch disjoint from the values; their
+            // maker promised validity and ordered accesses.
+            unsafe { orthogonalise::orthogonalise(&workers, &args) };
+            Ok(())
         })?;
         Ok(())
     }

@@ -17,6 +17,7 @@ mod cast;
 mod coded;
 mod grad_stats;
 mod launch;
+mod orthogonalise;
 mod pack;
 pub(crate) mod prefetch;
 pub(crate) mod update;

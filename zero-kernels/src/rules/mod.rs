@@ -4,6 +4,7 @@
 //! A rule that is only for the host may be in any crate ([`UpdateRule`]).
 
 pub mod adam;
+pub mod muon;
 
 #[cfg(feature = "cuda")]
 use std::sync::Arc;

@@ -31,15 +31,14 @@ unsafe impl<D: Device<Stream = HostStream>> Kernels<D> for ScheduledKernels {
         enqueue(stream, rule.label(&args.form()), args.bytes())
     }
 
-    /// Five steps of three products read and write what the caches hold; the matrix itself is read
-    /// and written once.
+    /// Reads and writes the matrix; its products are not counted.
     fn orthogonalise(
         &self,
         stream: &HostStream,
         args: OrthogonaliseArgs,
     ) -> Result<(), KernelError> {
-        let elems = args.rows * args.cols;
-        enqueue(stream, "orthogonalise", 2 * size_of::<f32>() * elems)
+        let bytes = 2 * args.rows * args.cols * size_of::<f32>();
+        enqueue(stream, "orthogonalise", bytes)
     }
 
     fn cast(

@@ -14,8 +14,8 @@ use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{OffloadSettings, ReplicaChecks, Settings};
 
 use super::args::{DeviceChoice, MeshArgs, TrainArgs};
-use super::outputs::OutputPaths;
 use super::muon::MuonArgs;
+use super::outputs::OutputPaths;
 use super::quantise::QuantiseArgs;
 use super::samples::SampleRecord;
 use super::validation::ValidationRecord;

@@ -6,8 +6,8 @@ use zero_comm::PrefetchOptions;
 use zero_shard::ZeroStage;
 
 use super::args::{MeshArgs, TrainArgs, Unflagged};
-use super::offload::MIN_SUB_GROUP_ELEMS;
 use super::muon::MuonArgs;
+use super::offload::MIN_SUB_GROUP_ELEMS;
 use super::quantise::QuantiseArgs;
 use super::record::RunRecord;
 use super::stage_choice::StageChoice;
