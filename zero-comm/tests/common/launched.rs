@@ -11,15 +11,16 @@ use zero_alloc::host::HostDevice;
 use zero_comm::conformance::{Plan, check};
 use zero_comm::{Collective, CommError, CommOptions, ReduceOp};
 
-use super::{Comm, LIMIT, Streams, another, call, view};
+use super::{Comm, LIMIT, Streams, another, call, unmatched, unmatched_text, view};
 
 /// The faults of rank 1.
-pub const FAULTS: [&str; 11] = [
+pub const FAULTS: [&str; 12] = [
     "killed-before",
     "killed-during",
     "killed-after",
     "stalled",
     "count",
+    "pair",
     "kind",
     "dtype",
     "order",
@@ -139,7 +140,11 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
         std::thread::sleep(Duration::from_millis(500));
     }
 
-    call(comm, streams, which, buffers[0], buffers[1], LEN)?;
+    if kind == "pair" {
+        unmatched(comm, streams, buffers[0], buffers[1], LEN)?;
+    } else {
+        call(comm, streams, which, buffers[0], buffers[1], LEN)?;
+    }
     if kind == "order" && comm.rank() != 1 {
         call(comm, streams, another(which), buffers[0], buffers[1], LEN)?;
     }
@@ -249,6 +254,8 @@ pub fn check_all(
         .flat_map(|&fault| Collective::ALL.map(|which| (fault, which)))
         .filter(|(kind, which)| match *kind {
             "count" | "dtype" => *which != Collective::Barrier,
+            // Of all ranks together.
+            "pair" => *which == Collective::AllToAll,
             // To the others it is as one that is stalled.
             "stopped" => *which == Collective::AllReduce,
             _ => true,
@@ -274,9 +281,11 @@ fn check_fault(kind: &str, which: Collective, ended: &Ended, texts: Vec<&str>) {
     let killed = kind.starts_with("killed");
     let count = format!(" of {OTHER_LEN} x fp32");
     let dtype = format!(" of {LEN} x u8");
+    let pair = unmatched_text(LEN);
     let texts = match kind {
         "count" => vec![&count, which.name(), "rank 1"],
         "dtype" => vec![&dtype, which.name(), "rank 1"],
+        "pair" => vec![&pair, which.name()],
         "kind" | "order" => vec![another(which).name(), which.name(), "rank 1"],
         "abort" => vec!["rank 1 aborted: on purpose"],
         "poison" | "panic" => vec!["rank 1 failed before running it", which.name()],
