@@ -41,8 +41,8 @@ pub use device_steps::{DeviceStepConfig, RankStatsSlices};
 pub use error::OptimError;
 pub use format::{Masters, Moments, StateArrays, StateFormat, StateHome, StateKind};
 pub use groups::{GroupRules, GroupRun, ParamGroups, Piece};
-pub use matrices::{AllToAll, Matrices, Matrix, MatrixParam};
 pub use loss_scale::{DynamicScaling, LossScalerState, LossScaling};
+pub use matrices::{AllToAll, Matrices, Matrix, MatrixParam};
 pub use optimizer::{GatheredStats, ShardedOptimizer, StepInputs};
 pub use schedule::{
     Decay, DecayCurve, LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay,

@@ -60,7 +60,10 @@ impl Matrix {
     #[must_use]
     pub fn split(self, outputs: &[usize]) -> Vec<Self> {
         let of_layer = self.outputs();
-        assert!(outputs.iter().sum::<usize>() <= of_layer, "{outputs:?} of {of_layer} outputs");
+        assert!(
+            outputs.iter().sum::<usize>() <= of_layer,
+            "{outputs:?} of {of_layer} outputs"
+        );
         let starts = outputs.iter().scan(0, |end, outputs| {
             let start = *end;
             *end += outputs;
@@ -83,12 +86,20 @@ impl Matrix {
 
     /// Outputs of the layer.
     pub const fn outputs(&self) -> usize {
-        if self.inputs_first { self.cols } else { self.rows }
+        if self.inputs_first {
+            self.cols
+        } else {
+            self.rows
+        }
     }
 
     /// Inputs of the layer.
     pub const fn inputs(&self) -> usize {
-        if self.inputs_first { self.rows } else { self.cols }
+        if self.inputs_first {
+            self.rows
+        } else {
+            self.cols
+        }
     }
 
     /// What orthogonalising it costs, but for a factor: its products are of the shorter side.

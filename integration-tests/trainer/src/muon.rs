@@ -7,9 +7,7 @@ use zero_alloc::device::{AnySlice, Device, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_comm::{CommError, Communicator};
 use zero_kernels::Muon;
-use zero_optim::{
-    AllToAll, CommExchange, GroupRule, Matrices, Matrix, MatrixParam, OptimError,
-};
+use zero_optim::{AllToAll, CommExchange, GroupRule, Matrices, Matrix, MatrixParam, OptimError};
 use zero_shard::{GridLayout, ParamId, ParamPlacement, Sharding};
 
 use crate::error::TrainError;
@@ -177,8 +175,7 @@ impl<D: Device> AllToAll<HostDevice> for HostExchange<D> {
         self.device
             .wait_for_host(of_device.stream(), &ready, self.limit)?;
         let exchanged = of_device.enqueue(send, recv)?;
-        self.device
-            .host_waits(&self.done, &exchanged, self.limit)?;
+        self.device.host_waits(&self.done, &exchanged, self.limit)?;
         Ok(self.done.record()?)
     }
 }

@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use zero_kernels::UpdateRule;
-use zero_optim::{GroupRules, GroupRun, OptimizerConfig, ParamGroups};
 pub use zero_optim::{GroupRule, KindOf, ParamGroup, ParamKind};
+use zero_optim::{GroupRules, GroupRun, OptimizerConfig, ParamGroups};
 use zero_shard::{
     GridLayout, Layout, ParamId, ParamPlacement, ShardError, StateBytes, Widths, WireFormat,
     ZeroStage,
@@ -296,9 +296,7 @@ impl ModelGroups {
         let held = |rank: Option<u64>| -> Option<u64> {
             let ParamGroups { rules, runs, .. } = self.of(layout, rank).ok()?;
             let mut trained = runs.iter().filter(|run| rules[run.group].trainable);
-            trained.try_fold(0_u64, |sum, run| {
-                sum.checked_add(of(run)?)
-            })
+            trained.try_fold(0_u64, |sum, run| sum.checked_add(of(run)?))
         };
 
         match stage.shards_optimizer() {

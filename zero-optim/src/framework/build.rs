@@ -157,10 +157,7 @@ impl<D: Device> Builder<D> {
     /// Sets the matrices in a parameter, by its full name and shape, for rules that see them whole.
     /// Default: a parameter of two dimensions is that of a linear layer, outputs by inputs. Split
     /// what is fused, such as queries, keys and values ([`Matrix::split`]).
-    pub fn matrices(
-        mut self,
-        matrices_of: impl Fn(&str, &[u64]) -> Vec<Matrix> + 'static,
-    ) -> Self {
+    pub fn matrices(mut self, matrices_of: impl Fn(&str, &[u64]) -> Vec<Matrix> + 'static) -> Self {
         self.matrices_of = Box::new(matrices_of);
         self
     }

@@ -83,7 +83,7 @@ impl MuonArgs {
                 MatrixScale::MatchRmsAdamw => MuonAdjust::MatchRmsAdamw,
                 _ => MuonAdjust::Original,
             }),
-            ns_steps: Some(rule.newton_schulz.steps),
+            ns_steps: Some(rule.ns_steps),
         }
     }
 
@@ -105,7 +105,7 @@ pub(crate) fn settings(all: &TrainArgs) -> MuonSettings {
     let mut rule = Muon::default();
     rule.weight_decay = all.weight_decay.unwrap_or(0.01);
     rule.momentum = args.muon_momentum.unwrap_or(rule.momentum);
-    rule.newton_schulz.steps = args.ns_steps.unwrap_or(rule.newton_schulz.steps);
+    rule.ns_steps = args.ns_steps.unwrap_or(rule.ns_steps);
     rule.adjust = match args.muon_adjust {
         Some(MuonAdjust::MatchRmsAdamw) => MatrixScale::MatchRmsAdamw,
         Some(MuonAdjust::Original) | None => MatrixScale::Original,
