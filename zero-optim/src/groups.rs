@@ -397,7 +397,7 @@ impl ParamGroups {
         }];
 
         let (rules, runs) = match self.runs[..] {
-            [] => (&[GroupRules::default()][..], &own[..]),
+            [] if elems > 0 || self.rules.is_empty() => (&[GroupRules::default()][..], &own[..]),
             _ => (&self.rules[..], &self.runs[..]),
         };
 

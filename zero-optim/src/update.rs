@@ -20,12 +20,12 @@ impl<D: Device> ShardedOptimizer<D> {
         stream: &D::Stream,
         units: impl Iterator<Item = (usize, &'a UnitSlices<'a, D>)>,
     ) -> Result<(), OptimError> {
-        let units: Vec<_> = units.filter(|(unit, _)| !self.is_frozen(*unit)).collect();
+        let units: Vec<_> = units.collect();
         self.check_state()?;
         self.is_updating = true;
         let of_elements = |optim: &mut Self| {
             let mut launches = Vec::new();
-            for (unit, slices) in &units {
+            for (unit, slices) in units.iter().filter(|(unit, _)| !optim.is_frozen(*unit)) {
                 let all = optim.unit_launches(stream, *unit, slices)?.into_iter();
                 launches.extend(all.map(|(_, launch)| launch));
             }
