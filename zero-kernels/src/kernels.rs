@@ -175,13 +175,9 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
     fn orthogonalise(&self, stream: &D::Stream, args: OrthogonaliseArgs)
     -> Result<(), KernelError>;
 
-    /// Elements of scratch that [`Self::orthogonalise`] needs for a matrix of this shape: its
-    /// transpose, and two square matrices of its shorter side.
-    fn orthogonalise_scratch_elems(&self, rows: usize, cols: usize) -> usize {
-        let square = rows.min(cols).saturating_mul(rows.min(cols));
-        rows.saturating_mul(cols)
-            .saturating_add(square.saturating_mul(2))
-    }
+    /// Elements of scratch that [`Self::orthogonalise`] needs for a matrix of this shape: a copy and
+    /// two squares of its shorter side.
+    fn orthogonalise_scratch_elems(&self, rows: usize, cols: usize) -> usize;
 
     /// `dst[i] = src[i] * scale`, rounded to nearest even; any of fp32, bf16, fp16 to any.
     ///

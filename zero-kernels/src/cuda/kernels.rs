@@ -169,12 +169,15 @@ unsafe impl Kernels<CudaDevice> for CudaKernels {
         _stream: &CudaStream,
         args: OrthogonaliseArgs,
     ) -> Result<(), KernelError> {
-        let scratch_elems = self.orthogonalise_scratch_elems(args.rows, args.cols);
-        check::orthogonalise(self.id(), &args, scratch_elems)?;
+        check::orthogonalise(self.id(), &args, 0)?;
         Err(KernelError::Refused {
             what: "orthogonalise",
             reason: "not supported on CUDA yet: use Muon on the host, or AdamW",
         })
+    }
+
+    fn orthogonalise_scratch_elems(&self, _rows: usize, _cols: usize) -> usize {
+        0
     }
 
     fn cast(

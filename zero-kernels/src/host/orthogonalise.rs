@@ -1,10 +1,13 @@
 //! Newton-Schulz iterations of a matrix ([`NewtonSchulz`](crate::NewtonSchulz)); its products are
 //! faer's.
 //!
-//! X has its shorter side first, `[short, long]`, stored column by column; so are the squares. All
-//! products are computed in panels of [`PANEL`] columns, one thread each, whatever the number of
-//! threads: faer's sums depend on the shape of a product. Of the squares, which are symmetric, a
-//! panel begins at its diagonal, and the rest is copied.
+//! X has its shorter side first, `[short, long]`, and is stored column by column; so are the squares
+//! `[short, short]`. All products are computed in panels of [`PANEL`] columns, each on one thread,
+//! whatever the number of threads: the order of faer's sums depends on the shape of a product. The
+//! squares are symmetric: a product has the rows of a panel from its diagonal on, and the others
+//! are copied.
+
+use std::ops::Range;
 
 use faer::{Accum, MatMut, MatRef, Par};
 use multiversion::multiversion;
@@ -17,74 +20,141 @@ use crate::OrthogonaliseArgs;
 /// AVX2, 96 with AVX-512).
 const PANEL: usize = 96;
 
-/// The matrix in the arguments' memory, as X's columns.
+/// Matrices of `rows` rows, a column every `stride` elements.
+#[derive(Clone, Copy)]
+struct ColumnMajor {
+    rows: usize,
+    stride: usize,
+}
+
+impl ColumnMajor {
+    /// Columns whose shorter side is `short`. Where all columns started at one place of a page, the
+    /// caches would hold few of them.
+    fn of(short: usize) -> Self {
+        let pad = if short.is_multiple_of(256) { 16 } else { 0 };
+        Self {
+            rows: short,
+            stride: short + pad,
+        }
+    }
+
+    /// The panels, each with its first column.
+    fn panels(self, matrix: &mut [f32]) -> impl Iterator<Item = (usize, &mut [f32])> {
+        let firsts = (0..).step_by(PANEL);
+        firsts.zip(matrix.chunks_mut(PANEL * self.stride))
+    }
+
+    fn mat(self, matrix: &[f32]) -> MatRef<'_, f32> {
+        let cols = matrix.len() / self.stride;
+        MatRef::from_column_major_slice_with_stride(matrix, self.rows, cols, self.stride)
+    }
+
+    fn mat_mut(self, matrix: &mut [f32]) -> MatMut<'_, f32> {
+        let cols = matrix.len() / self.stride;
+        MatMut::from_column_major_slice_with_stride_mut(matrix, self.rows, cols, self.stride)
+    }
+
+    /// Computes a square that is symmetric: `lower` writes the rows of a panel from its diagonal
+    /// on.
+    fn symmetric(
+        self,
+        workers: &Workers,
+        square: &mut [f32],
+        lower: impl Fn(Range<usize>, MatMut<'_, f32>) + Sync,
+    ) {
+        workers.each(self.panels(square), |(first, panel)| {
+            let panel = self.mat_mut(panel);
+            let cols = first..first + panel.ncols();
+            lower(cols, panel.subrows_mut(first, self.rows - first));
+        });
+        for first in (PANEL..self.rows).step_by(PANEL) {
+            let (before, panel) = square.split_at_mut(first * self.stride);
+            let cols = first..self.rows.min(first + PANEL);
+            for (i, column) in before.chunks_exact(self.stride).enumerate() {
+                for (to, value) in panel.chunks_mut(self.stride).zip(&column[cols.clone()]) {
+                    to[i] = *value;
+                }
+            }
+        }
+    }
+}
+
+/// The columns of X in the arguments' memory.
 #[derive(Clone, Copy)]
 struct Columns {
-    values: DeviceSlice<f32>,
-    row_stride: usize,
-    /// Elements of a column.
-    short: usize,
-    /// Whether a row of the memory is a row of X.
-    is_wide: bool,
+    args: OrthogonaliseArgs,
+    layout: ColumnMajor,
 }
 
 impl Columns {
-    /// The runs of memory that hold `cols` columns from `first` on: of X's rows if it is wide, else
-    /// of its columns.
-    fn runs(self, first: usize, cols: usize) -> impl Iterator<Item = DeviceSlice<f32>> {
-        let Self {
-            values,
-            row_stride,
-            short,
-            is_wide,
-        } = self;
-        let runs = if is_wide { short } else { cols };
+    /// Whether a row in memory is a row of X.
+    fn is_wide(self) -> bool {
+        self.args.rows <= self.args.cols
+    }
+
+    /// The runs of memory with the columns of a panel, each with its first element in the panel.
+    fn runs(self, first: usize, cols: usize) -> impl Iterator<Item = (usize, DeviceSlice<f32>)> {
+        let ColumnMajor { rows, stride } = self.layout;
+        let runs = if self.is_wide() { rows } else { cols };
         (0..runs).map(move |run| {
-            let range = match is_wide {
-                true => run * row_stride + first..run * row_stride + first + cols,
-                false => (first + run) * row_stride..(first + run) * row_stride + short,
+            let (at, start, len) = match self.is_wide() {
+                true => (run, run * self.args.row_stride + first, cols),
+                false => (run * stride, (first + run) * self.args.row_stride, rows),
             };
-            values.slice(range)
+            (at, self.args.values.slice(start..start + len))
         })
     }
 
-    /// Copies columns from `first` on to `panel`.
+    /// Elements of a panel from one element of a run to the next.
+    fn step(self) -> usize {
+        if self.is_wide() {
+            self.layout.stride
+        } else {
+            1
+        }
+    }
+
+    /// Copies columns to a panel, which starts at column `first`.
     ///
     /// # Safety
     /// As for [`DeviceSlice::as_host`] of these columns.
     unsafe fn read(self, first: usize, panel: &mut [f32]) {
-        let cols = panel.len() / self.short;
-        for (nth, run) in self.runs(first, cols).enumerate() {
+        panel.fill(0.0);
+        for (at, run) in self.runs(first, panel.len() / self.layout.stride) {
             // SAFETY: the caller's promise.
             let run = unsafe { run.as_host() };
-            match self.is_wide {
-                true => {
-                    for (x, value) in panel[nth..].iter_mut().step_by(self.short).zip(run) {
-                        *x = *value;
-                    }
-                }
-                false => panel[nth * self.short..][..self.short].copy_from_slice(run),
+            for (x, value) in panel[at..].iter_mut().step_by(self.step()).zip(run) {
+                *x = *value;
             }
         }
     }
 
-    /// Writes columns from `first` on, times `scale`.
+    /// Writes the columns of a panel, times the scale.
     ///
     /// # Safety
     /// As for [`DeviceSlice::as_host_mut`] of these columns.
-    unsafe fn write(self, first: usize, panel: &[f32], scale: f32) {
-        let cols = panel.len() / self.short;
-        for (nth, run) in self.runs(first, cols).enumerate() {
-            let (start, step) = match self.is_wide {
-                true => (nth, self.short),
-                false => (nth * self.short, 1),
-            };
+    unsafe fn write(self, first: usize, panel: &[f32]) {
+        for (at, run) in self.runs(first, panel.len() / self.layout.stride) {
             // SAFETY: the caller's promise.
             let run = unsafe { run.as_host_mut() };
-            for (value, x) in run.iter_mut().zip(panel[start..].iter().step_by(step)) {
-                *value = scale * x;
+            for (value, x) in run.iter_mut().zip(panel[at..].iter().step_by(self.step())) {
+                *value = self.args.scale * x;
             }
         }
+    }
+}
+
+/// Elements of scratch for a matrix of this shape: X and two squares.
+pub(super) fn scratch_elems(rows: usize, cols: usize) -> usize {
+    let ColumnMajor {
+        rows: short,
+        stride,
+    } = ColumnMajor::of(rows.min(cols));
+    let columns = short.saturating_mul(2).saturating_add(rows.max(cols));
+    if short == 0 {
+        0
+    } else {
+        columns.saturating_mul(stride)
     }
 }
 
@@ -94,31 +164,27 @@ impl Columns {
 /// As for [`DeviceSlice::as_host_mut`] of the scratch and of the elements of the matrix.
 pub(super) unsafe fn orthogonalise(workers: &Workers, args: &OrthogonaliseArgs) {
     let OrthogonaliseArgs {
-        values,
         rows,
         cols,
-        row_stride,
         scratch,
         rule,
-        scale,
+        ..
     } = *args;
     if rows == 0 || cols == 0 {
         return;
     }
-    let short = rows.min(cols);
+    let layout = ColumnMajor::of(rows.min(cols));
     let columns = Columns {
-        values,
-        row_stride,
-        short,
-        is_wide: rows <= cols,
+        args: *args,
+        layout,
     };
     // SAFETY: the caller's promise.
     let scratch = unsafe { scratch.as_host_mut() };
-    let (x, squares) = scratch.split_at_mut(rows * cols);
-    let (gram, squares) = squares.split_at_mut(short * short);
-    let polynomial = &mut squares[..short * short];
+    let (x, squares) = scratch.split_at_mut(layout.stride * rows.max(cols));
+    let (gram, squares) = squares.split_at_mut(layout.stride * layout.rows);
+    let polynomial = &mut squares[..layout.stride * layout.rows];
 
-    workers.each(panels(x, short), |(first, panel)| {
+    workers.each(layout.panels(x), |(first, panel)| {
         // SAFETY: the caller's promise.
         unsafe { columns.read(first, panel) }
     });
@@ -127,22 +193,16 @@ pub(super) unsafe fn orthogonalise(workers: &Workers, args: &OrthogonaliseArgs) 
         x.fill(f32::NAN);
     } else {
         let norm = stats.sum_sq.sqrt().max(rule.eps);
-        workers.each(panels(x, short), |(_, panel)| divide(panel, norm));
+        workers.each(layout.panels(x), |(_, panel)| divide(panel, norm));
         for _ in 0..rule.steps {
-            iterate(workers, x, gram, polynomial, rule.coefficients);
+            iterate(workers, layout, [x, gram, polynomial], rule.coefficients);
         }
     }
 
-    workers.each(panels(x, short), |(first, panel)| {
+    workers.each(layout.panels(x), |(first, panel)| {
         // SAFETY: the caller's promise; panels are different columns.
-        unsafe { columns.write(first, panel, scale) }
+        unsafe { columns.write(first, panel) }
     });
-}
-
-/// A matrix with columns of `rows` elements in panels, each with its first column.
-fn panels(matrix: &mut [f32], rows: usize) -> impl Iterator<Item = (usize, &mut [f32])> {
-    let firsts = (0..).step_by(PANEL);
-    firsts.zip(matrix.chunks_mut(PANEL * rows))
 }
 
 /// Divides in fp64: an fp32 norm may be 0 or infinite.
@@ -156,79 +216,42 @@ fn divide(values: &mut [f32], norm: f64) {
     }
 }
 
-/// One iteration on X `[short, long]`: `gram = X X^T`, `polynomial = b gram + c gram gram`,
-/// `X = a X + polynomial X`.
+/// One iteration: `gram = X X^T`, `polynomial = b gram + c gram gram`, `X = a X + polynomial X`.
 fn iterate(
     workers: &Workers,
-    x: &mut [f32],
-    gram: &mut [f32],
-    polynomial: &mut [f32],
-    [a, b, c]: [f64; 3],
+    layout: ColumnMajor,
+    [x, gram, polynomial]: [&mut [f32]; 3],
+    coefficients: [f64; 3],
 ) {
-    let short = gram.len().isqrt();
-    let [a, b, c] = [a as f32, b as f32, c as f32];
+    let [a, b, c] = coefficients.map(|coefficient| coefficient as f32);
 
-    symmetric(workers, gram, |first, mut panel| {
-        let x = MatRef::from_column_major_slice(&*x, short, x.len() / short);
-        let cols = x.subrows(first, panel.ncols());
-        multiply(
-            panel.as_mut(),
-            Accum::Replace,
-            x.subrows(first, short - first),
-            cols.transpose(),
-            1.0,
-        );
+    let whole = layout.mat(x);
+    layout.symmetric(workers, gram, |cols, panel| {
+        let lower = whole.subrows(cols.start, panel.nrows());
+        let own = whole.subrows(cols.start, cols.len());
+        multiply(panel, Accum::Replace, lower, own.transpose(), 1.0);
     });
-    let gram = MatRef::from_column_major_slice(&*gram, short, short);
-    symmetric(workers, polynomial, |first, mut panel| {
-        let cols = gram.subcols(first, panel.ncols());
-        for j in 0..cols.ncols() {
-            for i in first..short {
-                panel[(i - first, j)] = b * cols[(i, j)];
+
+    let whole = layout.mat(gram);
+    layout.symmetric(workers, polynomial, |cols, mut panel| {
+        let lower = whole.subrows(cols.start, panel.nrows());
+        let own = whole.subcols(cols.start, cols.len());
+        let of_gram = lower.subcols(cols.start, cols.len());
+        for (to, from) in panel.as_mut().col_iter_mut().zip(of_gram.col_iter()) {
+            for (to, from) in to.iter_mut().zip(from.iter()) {
+                *to = b * from;
             }
         }
-        multiply(
-            panel.as_mut(),
-            Accum::Add,
-            gram.subrows(first, short - first),
-            cols,
-            c,
-        );
+        multiply(panel, Accum::Add, lower, own, c);
     });
 
-    let polynomial = MatRef::from_column_major_slice(&*polynomial, short, short);
-    workers.each(panels(x, short), |(_, panel)| {
+    let polynomial = layout.mat(polynomial);
+    workers.each(layout.panels(x), |(_, panel)| {
         let before = panel.to_vec();
         panel.iter_mut().for_each(|x| *x *= a);
-        let cols = panel.len() / short;
-        multiply(
-            MatMut::from_column_major_slice_mut(panel, short, cols),
-            Accum::Add,
-            polynomial,
-            MatRef::from_column_major_slice(&before, short, cols),
-            1.0,
-        );
+        let panel = layout.mat_mut(panel);
+        multiply(panel, Accum::Add, polynomial, layout.mat(&before), 1.0);
     });
-}
-
-/// Computes a symmetric matrix: `lower` writes the rows of a panel from its diagonal on; the rows
-/// above are copied.
-fn symmetric(workers: &Workers, matrix: &mut [f32], lower: impl Fn(usize, MatMut<'_, f32>) + Sync) {
-    let rows = matrix.len().isqrt();
-    workers.each(panels(matrix, rows), |(first, panel)| {
-        let cols = panel.len() / rows;
-        let panel = MatMut::from_column_major_slice_mut(panel, rows, cols);
-        lower(first, panel.subrows_mut(first, rows - first));
-    });
-    for first in (PANEL..rows).step_by(PANEL) {
-        let (before, panel) = matrix.split_at_mut(first * rows);
-        let cols = PANEL.min(rows - first);
-        for (i, of_row) in before.chunks_exact(rows).enumerate() {
-            for (j, value) in of_row[first..first + cols].iter().enumerate() {
-                panel[j * rows + i] = *value;
-            }
-        }
-    }
 }
 
 /// `out = alpha lhs rhs`, or `out += alpha lhs rhs`, on this thread.

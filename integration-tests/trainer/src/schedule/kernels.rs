@@ -41,6 +41,11 @@ unsafe impl<D: Device<Stream = HostStream>> Kernels<D> for ScheduledKernels {
         enqueue(stream, "orthogonalise", bytes)
     }
 
+    /// A copy of the matrix and two squares, without the host's padding.
+    fn orthogonalise_scratch_elems(&self, rows: usize, cols: usize) -> usize {
+        rows * cols + 2 * rows.min(cols).pow(2)
+    }
+
     fn cast(
         &self,
         stream: &HostStream,

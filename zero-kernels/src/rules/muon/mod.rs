@@ -20,13 +20,14 @@ mod host;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use zero_alloc::device::DType;
 
-use crate::codec::AverageCodecs;
+use crate::codec::{AverageCodecs, Codec};
 use crate::error::KernelError;
 use crate::host::update::{FloatSlice, UpdateSlices, WeightSlices, with_floats};
 use crate::rule::{
-    MatrixRule, MatrixScale, NewtonSchulz, SettingError, Slot, StepPoint, UpdateForm, UpdateRule,
-    WeightsForm,
+    CudaKernel, MatrixRule, MatrixScale, NewtonSchulz, SettingError, Slot, StepPoint, UpdateForm,
+    UpdateRule, WeightsForm, entries, float_index,
 };
 use crate::step::{RULE_SCALARS, StepScalars};
 
@@ -156,6 +157,29 @@ impl UpdateRule for Muon {
             host::direction(direction, momentum, grad, &scalars, self.nesterov)
         })
     }
+
+    fn cuda_kernel(&self, form: &UpdateForm, _weight_decay: f64) -> Option<CudaKernel> {
+        if form.weights != (WeightsForm::Fp32 { param_out: None }) {
+            return None;
+        }
+        let momentum = form.slots.first()?;
+        let (source, names) = match momentum {
+            Codec::Fp32 => ("muon.cu", entries!("muon")),
+            codec if *codec == AverageCodecs::EIGHT_BITS.signed => ("muon8.cu", entries!("muon8")),
+            codec if *codec == AverageCodecs::FOUR_BITS.signed => ("muon4.cu", entries!("muon4")),
+            _ => return None,
+        };
+        let mut constants = vec![self.nesterov.into()];
+        if let Codec::Blocks(format) = momentum {
+            constants.extend(format.table().iter().map(|value| value.to_bits()));
+        }
+        Some(CudaKernel {
+            form: form.clone(),
+            source,
+            entry: names[float_index(form.grad)?],
+            constants,
+        })
+    }
 }
 
 fn check_decay(weight_decay: f64) -> Result<(), SettingError> {
@@ -237,5 +261,22 @@ impl UpdateRule for Apply {
             });
         };
         host::apply(weights, update, &scalars, weight_decay as f32)
+    }
+
+    fn cuda_kernel(&self, form: &UpdateForm, weight_decay: f64) -> Option<CudaKernel> {
+        let entry = match form.weights {
+            _ if form.grad != DType::F32 => return None,
+            WeightsForm::Remainder => "muon_apply_remainder",
+            WeightsForm::Fp32 { param_out: None } => "muon_apply",
+            WeightsForm::Fp32 {
+                param_out: Some(param),
+            } => entries!("muon_apply")[float_index(param)?],
+        };
+        Some(CudaKernel {
+            form: form.clone(),
+            source: "muon.cu",
+            entry,
+            constants: vec![(weight_decay as f32).to_bits()],
+        })
     }
 }
