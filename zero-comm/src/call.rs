@@ -137,11 +137,11 @@ impl Call {
         32 + 20 * world_size
     }
 
-    /// The part of the call that is equal on all ranks.
+    /// The part of the call that is equal on all ranks: of [`Counts::Pairs`], their number.
     pub(crate) fn shared(&self) -> Self {
         let mut call = self.clone();
         if let Counts::Pairs(counts) = &mut call.segments {
-            *counts = Arc::default();
+            *counts = counts.iter().map(|_| [0; 2]).collect();
         }
         call
     }
@@ -164,10 +164,7 @@ impl Call {
                 other_call: Box::new(other.clone()),
             });
         }
-        match Self::unmatched(sequence, calls, ranks, named) {
-            Some(error) => Err(error),
-            None => Ok(()),
-        }
+        Self::unmatched(sequence, calls, ranks, named).map_or(Ok(()), Err)
     }
 
     /// The error if one of two ranks does not send what the other receives. A count that is missing

@@ -85,8 +85,8 @@ impl Collective {
 /// all-to-all, twice that for all-reduce; for broadcast S (N-1)/N on every rank (scatter and
 /// all-gather, the root's scatter included).
 ///
-/// An all-to-all with counts per pair of ranks sends what this rank has for others:
-/// `send_counts` but its own.
+/// An all-to-all with counts per pair of ranks sends `send_counts` but that of this rank itself:
+/// exactly what others receive from it.
 ///
 /// If N does not divide S, segments are as equal as possible
 /// ([`Counts::Balanced`](crate::backend::Counts)), and the bytes are those of this rank's segment: exact
@@ -281,8 +281,8 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
 
         /// All-to-all of `send_counts[q]` elements to rank q and `recv_counts[q]` from it; `send` and
         /// `recv` are the concatenations in rank order. What rank p sends to q is what q receives
-        /// from p; a count may be 0. Counts that do not match fail all ranks with
-        /// [`CommError::Unmatched`].
+        /// from p; a count may be 0. Counts that do not match are a [`CommError::Unmatched`] on both
+        /// ranks; the others fail with it now or in their next call.
         fn all_to_all_uneven(
             send: AnySlice,
             recv: AnySlice,

@@ -12,8 +12,8 @@
 //!
 //! No two ranks write the same byte, and no rank reads a byte that another writes: in place, only
 //! rank `r` reads segment `r` of `send`, before it writes there. Every SAFETY comment here relies
-//! on this, and on `Checked::check`: each buffer is host memory with the length that its group
-//! determines, and a rank's two buffers overlap only in place. Buffers of different ranks are
+//! on this, and on `Checked::check`: each buffer is host memory with the length that its
+//! call determines, and a rank's two buffers overlap only in place. Buffers of different ranks are
 //! different memory, because the makers of their slices promised that accesses are ordered by
 //! streams, and no event orders the ranks' streams within a collective. The two waits order these
 //! accesses against everything before and after.
@@ -75,6 +75,7 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Checked]) {
             );
         }
         (Collective::AllToAll, _) => {
+            // `Slot::post` has compared the lengths of the two parts.
             let received = call.segments.received();
             for (peer, segment) in posted.iter().zip(received.ranges(world_size)) {
                 let into = posted[rank].recv.slice(segment);

@@ -496,7 +496,10 @@ mod tests {
         for number in 0..2000 {
             let counts = (0..4096).map(|rank| (1 << 40) + rank + number / 1000);
             open.called(Call {
-                segments: Counts::Uneven(counts.collect()),
+                segments: match number % 2 == 1 {
+                    true => Counts::Pairs(counts.map(|count| [count, count]).collect()),
+                    false => Counts::Uneven(counts.collect()),
+                },
                 ..broadcast(8)
             });
             if number % 10 == 9 {

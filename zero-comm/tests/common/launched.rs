@@ -149,9 +149,9 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
         call(comm, streams, another(which), buffers[0], buffers[1], LEN)?;
     }
 
-    if kind == "killed-during" {
-        // A barrier ends when all ranks have reached it, so the other ranks fail only in the next
-        // collective.
+    if matches!(kind, "killed-during" | "pair") {
+        // A barrier ends when all ranks have reached it, and an all-to-all when the pairs of a rank
+        // match, so the other ranks fail only in the next collective.
         call(comm, streams, which, buffers[0], buffers[1], LEN)?;
     }
 
