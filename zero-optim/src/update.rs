@@ -8,7 +8,7 @@ use zero_kernels::{Kernels, Rounding, StepScalars, UpdateArgs, Weights};
 
 use crate::format::StateArrays;
 use crate::groups::Resolved;
-use crate::pieces::{Access, MasterSlice, PieceState, Pieces};
+use crate::pieces::{Access, MasterSlice, Overlap, PieceState, Pieces};
 use crate::segments::{Launch, Phase, UnitSlices, launches};
 use crate::{OptimError, ShardedOptimizer};
 
@@ -115,20 +115,12 @@ impl<D: Device> Launcher<'_, D> {
         state: &mut Pieces<D>,
         slices: &[Launch],
     ) -> Result<(), OptimError> {
-        // Slices of a piece share it.
-        let mut runs: Vec<Range<usize>> = Vec::new();
-        for slice in slices {
-            match runs.last_mut().filter(|last| last.end == slice.state.start) {
-                Some(last) => last.end = slice.state.end,
-                None => runs.push(slice.state.clone()),
-            }
-        }
+        // Slices of a piece share it, which is held whole; they are in the order of the state.
+        let overlaps = slices.iter().flat_map(|slice| state.within(&slice.state));
+        let mut overlaps: Vec<Overlap> = overlaps.collect();
+        overlaps.dedup_by_key(|overlap| overlap.index);
 
-        for overlap in runs
-            .iter()
-            .flat_map(|run| state.within(run))
-            .collect::<Vec<_>>()
-        {
+        for overlap in overlaps {
             let held = state.acquire(stream, &overlap, Access::Update)?;
             let piece = &held.piece;
             for slice in slices {
