@@ -146,29 +146,50 @@ impl Call {
         call
     }
 
-    /// Compares the calls of two ranks. `ranks` are their ranks in the communicator, `named` those
-    /// in errors.
+    /// Compares the calls of two ranks, apart from pairs of counts.
     pub(crate) fn compare(
         sequence: u64,
-        calls: [&Self; 2],
-        ranks: [usize; 2],
-        named: [usize; 2],
+        [call, other_call]: [&Self; 2],
+        [rank, other_rank]: [usize; 2],
     ) -> Result<(), CommError> {
-        let [own, other] = calls;
-        if own.shared() != other.shared() {
-            return Err(CommError::Mismatch {
-                sequence,
-                rank: named[0],
-                call: Box::new(own.clone()),
-                other_rank: named[1],
-                other_call: Box::new(other.clone()),
-            });
+        if call.shared() == other_call.shared() {
+            return Ok(());
         }
-        Self::unmatched(sequence, calls, ranks, named).map_or(Ok(()), Err)
+        Err(CommError::Mismatch {
+            sequence,
+            rank,
+            call: Box::new(call.clone()),
+            other_rank,
+            other_call: Box::new(other_call.clone()),
+        })
     }
 
-    /// The error if one of two ranks does not send what the other receives. A count that is missing
-    /// is 0.
+    /// Compares the pairs of counts of all ranks, whose calls these are, by rank in the
+    /// communicator. `name` is the number of such a rank in errors.
+    #[cfg(any(feature = "mpi", feature = "processes"))]
+    pub(crate) fn compare_pairs(
+        sequence: u64,
+        calls: &[Self],
+        name: impl Fn(usize) -> usize,
+    ) -> Result<(), CommError> {
+        let has_pairs = |call: &Self| matches!(call.segments, Counts::Pairs(_));
+        let ranks = 0..calls.len();
+        let mut pairs = ranks
+            .filter(|&p| has_pairs(&calls[p]))
+            .flat_map(|p| (0..p).map(move |q| [p, q]));
+        let unmatched = pairs.find_map(|ranks| {
+            Self::unmatched(
+                sequence,
+                ranks.map(|rank| &calls[rank]),
+                ranks,
+                ranks.map(&name),
+            )
+        });
+        unmatched.map_or(Ok(()), Err)
+    }
+
+    /// The error if one of two ranks does not send what the other receives. `ranks` are their ranks
+    /// in the communicator, `named` those in errors. A count that is missing is 0.
     pub(crate) fn unmatched(
         sequence: u64,
         calls: [&Self; 2],

@@ -281,8 +281,8 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
 
         /// All-to-all of `send_counts[q]` elements to rank q and `recv_counts[q]` from it; `send` and
         /// `recv` are the concatenations in rank order. What rank p sends to q is what q receives
-        /// from p; a count may be 0. Counts that do not match are a [`CommError::Unmatched`] on both
-        /// ranks; the others fail with it now or in their next call.
+        /// from p; a count may be 0. Counts that do not match are a [`CommError::Unmatched`] on all
+        /// ranks.
         fn all_to_all_uneven(
             send: AnySlice,
             recv: AnySlice,

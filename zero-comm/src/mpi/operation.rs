@@ -327,13 +327,14 @@ impl Operation {
         let receives: Vec<_> = self.others().map(|peer| (peer, bytes)).collect();
 
         self.transfer(Phase::Compare, &sends, &receives, |received| {
+            let mut calls = Vec::with_capacity(self.n());
             for (index, peer) in self.others().enumerate() {
                 // A call may be shorter than its place.
                 match postcard::take_from_bytes::<Call>(received.received(index)) {
                     Ok((other, _)) => {
-                        let ranks = [rank, peer];
-                        Call::compare(sequence, [call, &other], ranks, ranks)
+                        Call::compare(sequence, [call, &other], [rank, peer])
                             .map_err(|error| self.fail(peer, error))?;
+                        calls.push(other);
                     }
                     Err(error) => {
                         let message = format!(
@@ -349,7 +350,14 @@ impl Operation {
                     }
                 }
             }
-            Ok(())
+            calls.insert(rank, call.clone());
+            Call::compare_pairs(sequence, &calls, |rank| rank).map_err(|error| {
+                let at_fault = match error {
+                    CommError::Unmatched { rank, .. } => rank,
+                    _ => rank,
+                };
+                self.fail(at_fault, error)
+            })
         })
     }
 

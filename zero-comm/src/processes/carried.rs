@@ -93,8 +93,12 @@ impl Carried {
         self.exchange(running, parts.collect())?;
 
         let calls = theirs.chunks(own.len()).enumerate();
-        let mut others = calls.filter(|(peer, _)| *peer != rank);
-        others.try_for_each(|(peer, call)| running.compare(call, [rank, peer], peer).map(drop))
+        let calls = calls.map(|(peer, call)| match peer == rank {
+            true => Ok(running.checked.call.clone()),
+            false => running.compare(call, peer),
+        });
+        let calls: Vec<Call> = calls.collect::<Result<_, _>>()?;
+        Call::compare_pairs(running.sequence, &calls, |rank| rank).map_err(Failure::Fault)
     }
 
     /// Exchanges the parts of the other ranks.

@@ -207,14 +207,9 @@ impl Running<'_> {
         postcard::to_allocvec(&self.checked.call).unwrap_or_default()
     }
 
-    /// Compares the call with the one that another rank has sent, and returns that. `ranks` are
-    /// this rank and the other one in the communicator, `other_rank` is the other one in the world.
-    pub(super) fn compare(
-        &self,
-        theirs: &[u8],
-        ranks: [usize; 2],
-        other_rank: usize,
-    ) -> Result<Call, Failure> {
+    /// Compares the call with the one that another rank has sent, apart from pairs of counts, and
+    /// returns that.
+    pub(super) fn compare(&self, theirs: &[u8], other_rank: usize) -> Result<Call, Failure> {
         let call = &self.checked.call;
         let sequence = self.sequence;
         let undecodable = |_| CommError::Peer {
@@ -224,7 +219,7 @@ impl Running<'_> {
         let theirs = postcard::take_from_bytes::<Call>(theirs).map_err(undecodable);
         let compared = theirs.and_then(|(theirs, _)| {
             let named = [self.world.rank, other_rank];
-            Call::compare(sequence, [call, &theirs], ranks, named).map(|()| theirs)
+            Call::compare(sequence, [call, &theirs], named).map(|()| theirs)
         });
         compared.map_err(Failure::Fault)
     }
@@ -311,16 +306,24 @@ impl Work<'_> {
                 write(&mut half[header..]);
             },
             |halves| {
-                for peer in (0..compared).filter(|&peer| peer != rank) {
+                let mut calls = Vec::with_capacity(compared);
+                for peer in 0..compared {
+                    if peer == rank {
+                        calls.push(running.checked.call.clone());
+                        continue;
+                    }
                     let header = halves.header(peer)?;
                     let bytes = header
                         .first_chunk()
                         .map_or(0, |len| u32::from_le_bytes(*len) as usize);
                     let theirs = header.get(4..4 + bytes).unwrap_or_default();
                     // Behind the wait for the peer, which has written its rank before.
-                    let theirs = running.compare(theirs, [rank, peer], halves.world_rank(peer))?;
+                    let theirs = running.compare(theirs, halves.world_rank(peer))?;
                     self.longest = self.longest.max(theirs.segments.longest(world_size));
+                    calls.push(theirs);
                 }
+                Call::compare_pairs(running.sequence, &calls, |peer| halves.world_rank(peer))
+                    .map_err(Failure::Fault)?;
                 read(halves)
             },
         )

@@ -79,21 +79,17 @@ impl Slot {
     /// match; nothing is posted then.
     pub(super) fn post(&self, rank: usize, checked: &Checked) -> Result<(), CommError> {
         let call = &checked.call;
-        let compare = |other: usize, theirs: &Call| {
-            let ranks = [rank, other];
-            Call::compare(self.sequence, [call, theirs], ranks, ranks)
-        };
         let (first, first_call) = &self.call;
-        compare(*first, first_call)?;
-        let differs_by_rank = matches!(call.segments, Counts::Pairs(_));
+        Call::compare(self.sequence, [call, first_call], [rank, *first])?;
+        let has_pairs = matches!(call.segments, Counts::Pairs(_));
 
         let post = |state: &mut State| {
-            let others = state.posted.iter().enumerate();
-            for (other, posted) in others.filter(|_| differs_by_rank) {
-                posted
-                    .as_ref()
-                    .map_or(Ok(()), |posted| compare(other, &posted.call))?;
-            }
+            let mut others = state.posted.iter().enumerate().filter(|_| has_pairs);
+            let unmatched = others.find_map(|(other, posted)| {
+                let calls = [call, &posted.as_ref()?.call];
+                Call::unmatched(self.sequence, calls, [rank, other], [rank, other])
+            });
+            unmatched.map_or(Ok(()), Err)?;
             state.posted[rank] = Some(checked.clone());
             state.arrived += 1;
             Ok(())

@@ -63,6 +63,29 @@ fn digest(comm: &Comm, streams: &Streams) -> u64 {
     })
 }
 
+/// Only rank 0 sends, to the last rank, and more than fits into one round of shared memory.
+fn one_rank_sends(comm: &Comm, streams: &Streams) {
+    const MUCH: usize = 300_000;
+    let n = comm.world_size();
+    let mut sent = vec![0; n];
+    let mut received = vec![0; n];
+    if comm.rank() == 0 {
+        sent[n - 1] = MUCH;
+    }
+    if comm.rank() == n - 1 {
+        received[0] = MUCH;
+    }
+
+    let mut send: Vec<f32> = (0..sent.iter().sum::<usize>()).map(|i| i as f32).collect();
+    let mut recv = vec![0f32; received.iter().sum()];
+    let from = view(&mut send);
+    let to = view(&mut recv);
+    comm.all_to_all_uneven(&streams.comm, from, to, &sent, &received)
+        .unwrap();
+    streams.synchronize();
+    assert!(recv.iter().enumerate().all(|(i, &value)| value == i as f32));
+}
+
 fn signal_this_process(signal: &str) {
     let id = std::process::id().to_string();
     let sent = Command::new("kill").args([signal, &id]).status();
@@ -149,9 +172,9 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
         call(comm, streams, another(which), buffers[0], buffers[1], LEN)?;
     }
 
-    if matches!(kind, "killed-during" | "pair") {
-        // A barrier ends when all ranks have reached it, and an all-to-all when the pairs of a rank
-        // match, so the other ranks fail only in the next collective.
+    if kind == "killed-during" {
+        // A barrier ends when all ranks have reached it, so the other ranks fail only in the next
+        // collective.
         call(comm, streams, which, buffers[0], buffers[1], LEN)?;
     }
 
@@ -178,6 +201,7 @@ pub fn rank_main(what: &str, comm: &Comm) -> ExitCode {
             let splits = std::env::var_os(FOLDER).is_none();
             let plan = Plan::default().seed(n as u64).cases(60).splits(splits);
             check(&HostDevice::new(), &**comm, &streams.comm, plan).unwrap();
+            one_rank_sends(comm, &streams);
             // Calls on two streams.
             let mut values = vec![vec![rank as f32; 1000]; 20];
             for (i, values) in values.iter_mut().enumerate() {
