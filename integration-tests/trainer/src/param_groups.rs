@@ -137,6 +137,19 @@ pub struct ModelGroups {
 }
 
 impl ModelGroups {
+    /// Freezes the units from `first` on.
+    pub(crate) fn freeze_from(&mut self, first: usize) {
+        if first < self.units.len() {
+            let mut rules = GroupRules::default();
+            rules.trainable = false;
+            self.rules.push(rules);
+        }
+        let frozen = self.rules.len() - 1;
+        for unit in self.units.iter_mut().skip(first) {
+            unit.fill(frozen);
+        }
+    }
+
     /// Whether all tensors of the unit are frozen.
     pub fn is_frozen(&self, unit: usize) -> bool {
         self.units[unit]

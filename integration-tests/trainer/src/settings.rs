@@ -60,6 +60,9 @@ pub struct Settings {
     pub groups: GroupSettings,
     /// The kinds of the model's tensors, for the rules.
     pub kind_of: KindOf,
+    /// The number of units of adapters, which are the model's first ones: only they are trained and
+    /// saved, and a resumed run takes the others from the initial weights. `None`: all units are.
+    pub adapters: Option<usize>,
     /// Whether steps are recorded into CUDA graphs, from the third step on; only at stages 0 to 2.
     pub graphs: bool,
     /// The offload.
@@ -88,6 +91,7 @@ impl Settings {
             optimizer: OptimizerConfig::default(),
             groups: GroupSettings::default(),
             kind_of,
+            adapters: None,
             graphs: false,
             offload: OffloadSettings::default(),
             limit: Duration::from_secs(60),
@@ -100,6 +104,7 @@ impl Settings {
     /// As [`GroupSettings::resolve`].
     pub fn resolve_groups(&self, layout: &Layout) -> Result<ModelGroups, TrainError> {
         let mut groups = self.groups.resolve(layout, self.kind_of)?;
+        groups.freeze_from(self.saved_units(layout.units().len()));
         let small = self.small_optimizer_state().wire();
         groups.small = (small != self.optimizer_state().wire()).then_some(small);
         groups.in_blocks = match self.quantised_frozen {
@@ -107,6 +112,11 @@ impl Settings {
             None => vec![None; layout.units().len()],
         };
         Ok(groups)
+    }
+
+    /// The number of units, of `units`, that are saved: the first ones.
+    pub(crate) fn saved_units(&self, units: usize) -> usize {
+        self.adapters.map_or(units, |adapters| adapters.min(units))
     }
 
     /// The timeout of the host's waits for a stream: longer than a collective's, whose error names

@@ -360,6 +360,8 @@ impl Case {
         ModelWorkload {
             config: folder.config().clone(),
             weights: Weights::Folder(Box::new(folder)),
+            adapters: None,
+            adapter_seed: 0,
             data: Dataset::open(&DataSource::at(self.oracle.data("tokens.u16.bin")))
                 .unwrap()
                 .into(),
