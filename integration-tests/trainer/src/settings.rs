@@ -7,8 +7,8 @@ use zero_comm::PrefetchOptions;
 use zero_kernels::Codec;
 use zero_optim::{OptimizerConfig, StateArrays};
 use zero_shard::{
-    AxisTraffic, BlockFormat, GridLayout, Layout, LayoutOptions, ShardError, Sharding, Widths,
-    WireFormat, ZeroStage,
+    AxisTraffic, BlockFormat, GridLayout, Layout, LayoutOptions, ParamSpec, ShardError, Sharding,
+    UnitSpec, Widths, WireFormat, ZeroStage,
 };
 
 use crate::error::TrainError;
@@ -170,12 +170,52 @@ impl Settings {
         if ranks == 1 && stored { 0 } else { 2 }
     }
 
+    /// The layout of the adapters in `layout`, if only they are trained.
+    ///
+    /// # Errors
+    /// A size does not fit 64 bits.
+    pub fn adapter_layout(&self, layout: &Layout) -> Result<Option<Layout>, ShardError> {
+        let Some(adapters) = self.adapters else {
+            return Ok(None);
+        };
+        let units = layout.units().iter().take(adapters).map(|unit| {
+            let params = unit.params.iter();
+            let params = params.map(|param| ParamSpec::new(&param.name, param.shape.clone()));
+            UnitSpec::new(&unit.name, params.collect::<Vec<_>>())
+        });
+        let units: Vec<_> = units.collect();
+        Layout::with_options(&units, layout.world_size(), self.layout_options()).map(Some)
+    }
+
     /// Bytes that a rank sends in a step, by axis: an upper bound at stage 3. Offloaded parameters
-    /// are gathered from the replicas before each gather of the group.
+    /// are gathered from the replicas before each gather of the group. Only what is trained is
+    /// reduced, and gathered after the update.
     ///
     /// # Errors
     /// A sum does not fit 64 bits.
     pub fn axis_traffic(&self, layouts: &GridLayout) -> Result<AxisTraffic, ShardError> {
+        let Some(adapters) = self.adapter_layout(layouts.parts())? else {
+            return self.traffic_of(layouts);
+        };
+        let trained = self.traffic_of(&self.mesh.layouts(&adapters)?)?;
+        if !self.stage.shards_params() {
+            return Ok(trained);
+        }
+        let mut axes = self.traffic_of(layouts)?;
+        for (axis, trained) in [
+            (&mut axes.all, trained.all),
+            (&mut axes.group, trained.group),
+            (&mut axes.replicas, trained.replicas),
+        ] {
+            let all_gather_bytes = axis.all_gather_bytes;
+            *axis = trained;
+            axis.all_gather_bytes = all_gather_bytes;
+        }
+        Ok(axes)
+    }
+
+    /// [`Self::axis_traffic`] if all units are trained.
+    fn traffic_of(&self, layouts: &GridLayout) -> Result<AxisTraffic, ShardError> {
         let mut axes = layouts.axis_traffic(self.stage, &self.widths(), self.reductions())?;
         if self.stage.shards_params() && self.offload.params != Home::Device {
             let gathers = 2 * self.grad_accum_steps as u64;
