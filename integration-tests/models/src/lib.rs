@@ -9,6 +9,7 @@ pub mod generate;
 pub mod gpt2;
 pub mod hf;
 pub mod llama;
+pub mod lora;
 pub mod ops;
 mod options;
 pub mod random;

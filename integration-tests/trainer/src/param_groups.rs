@@ -162,6 +162,20 @@ pub struct ModelGroups {
 }
 
 impl ModelGroups {
+    /// Freezes the units from `first` on.
+    pub(crate) fn freeze_from(&mut self, first: usize) {
+        if first < self.units.len() {
+            let mut rules = GroupRules::default();
+            rules.trainable = false;
+            self.rules.push(rules);
+            self.with_muon.push(false);
+        }
+        let frozen = self.rules.len() - 1;
+        for unit in self.units.iter_mut().skip(first) {
+            unit.fill(frozen);
+        }
+    }
+
     /// Whether all tensors of the unit are frozen.
     pub fn is_frozen(&self, unit: usize) -> bool {
         self.units[unit]
@@ -171,7 +185,8 @@ impl ModelGroups {
 
     /// Whether Muon updates some tensors.
     pub fn has_matrices(&self) -> bool {
-        self.with_muon.contains(&true)
+        let mut used = self.units.iter().flatten();
+        used.any(|group| self.with_muon[*group])
     }
 
     /// The position of a tensor's rules, if Muon updates it.

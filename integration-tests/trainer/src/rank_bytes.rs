@@ -246,7 +246,9 @@ pub fn encoded_bytes(settings: &Settings, layouts: &GridLayout) -> u64 {
 /// The copy for a checkpoint. State on NVMe is saved without one.
 fn staging(settings: &Settings, layout: &Layout, saves: bool) -> Option<u64> {
     let saved = if saves && !settings.offload.uses_nvme() {
-        layout.shard_elems()
+        let units = layout.units();
+        let saved = &units[..settings.saved_units(units.len())];
+        saved.iter().map(|unit| unit.shard_elems).sum()
     } else {
         0
     };

@@ -7,8 +7,8 @@ use zero_comm::PrefetchOptions;
 use zero_kernels::Codec;
 use zero_optim::{OptimizerConfig, StateArrays, StateKind};
 use zero_shard::{
-    AxisTraffic, BlockFormat, GridLayout, Layout, LayoutOptions, ShardError, Sharding, Widths,
-    WireFormat, ZeroStage,
+    AxisTraffic, BlockFormat, GridLayout, Layout, LayoutOptions, ParamSpec, ShardError, Sharding,
+    UnitSpec, Widths, WireFormat, ZeroStage,
 };
 
 use crate::error::TrainError;
@@ -63,6 +63,9 @@ pub struct Settings {
     pub groups: GroupSettings,
     /// The kinds of the model's tensors, for the rules.
     pub kind_of: KindOf,
+    /// The number of units of adapters, which are the model's first ones: only they are trained and
+    /// saved, and a resumed run takes the others from the initial weights. `None`: all units are.
+    pub adapters: Option<usize>,
     /// Whether steps are recorded into CUDA graphs, from the third step on; only at stages 0 to 2.
     pub graphs: bool,
     /// The offload.
@@ -92,6 +95,7 @@ impl Settings {
             muon: MuonSettings::new(|_, _| Vec::new()),
             groups: GroupSettings::default(),
             kind_of,
+            adapters: None,
             graphs: false,
             offload: OffloadSettings::default(),
             limit: Duration::from_secs(60),
@@ -105,6 +109,7 @@ impl Settings {
     pub fn resolve_groups(&self, layout: &Layout) -> Result<ModelGroups, TrainError> {
         let muon = (&self.muon, self.muon.lr_scale(self.optimizer.lr));
         let mut groups = self.groups.resolve(layout, self.kind_of, Some(muon))?;
+        groups.freeze_from(self.saved_units(layout.units().len()));
         let state = self.state_arrays().map(|of| of.map(|arrays| arrays.wire()));
         let own = state[0][0];
         let is_own = |format: &WireFormat| *format == own;
@@ -115,6 +120,11 @@ impl Settings {
             None => vec![None; layout.units().len()],
         };
         Ok(groups)
+    }
+
+    /// The number of units, of `units`, that are saved: the first ones.
+    pub(crate) fn saved_units(&self, units: usize) -> usize {
+        self.adapters.map_or(units, |adapters| adapters.min(units))
     }
 
     /// The timeout of the host's waits for a stream: longer than a collective's, whose error names
@@ -168,12 +178,52 @@ impl Settings {
         if ranks == 1 && stored { 0 } else { 2 }
     }
 
+    /// The layout of the adapters in `layout`, if only they are trained.
+    ///
+    /// # Errors
+    /// A size does not fit 64 bits.
+    pub fn adapter_layout(&self, layout: &Layout) -> Result<Option<Layout>, ShardError> {
+        let Some(adapters) = self.adapters else {
+            return Ok(None);
+        };
+        let units = layout.units().iter().take(adapters).map(|unit| {
+            let params = unit.params.iter();
+            let params = params.map(|param| ParamSpec::new(&param.name, param.shape.clone()));
+            UnitSpec::new(&unit.name, params.collect::<Vec<_>>())
+        });
+        let units: Vec<_> = units.collect();
+        Layout::with_options(&units, layout.world_size(), self.layout_options()).map(Some)
+    }
+
     /// Bytes that a rank sends in a step, by axis: an upper bound at stage 3. Offloaded parameters
-    /// are gathered from the replicas before each gather of the group.
+    /// are gathered from the replicas before each gather of the group. Only what is trained is
+    /// reduced, and gathered after the update.
     ///
     /// # Errors
     /// A sum does not fit 64 bits.
     pub fn axis_traffic(&self, layouts: &GridLayout) -> Result<AxisTraffic, ShardError> {
+        let Some(adapters) = self.adapter_layout(layouts.parts())? else {
+            return self.traffic_of(layouts);
+        };
+        let trained = self.traffic_of(&self.mesh.layouts(&adapters)?)?;
+        if !self.stage.shards_params() {
+            return Ok(trained);
+        }
+        let mut axes = self.traffic_of(layouts)?;
+        for (axis, trained) in [
+            (&mut axes.all, trained.all),
+            (&mut axes.group, trained.group),
+            (&mut axes.replicas, trained.replicas),
+        ] {
+            let all_gather_bytes = axis.all_gather_bytes;
+            *axis = trained;
+            axis.all_gather_bytes = all_gather_bytes;
+        }
+        Ok(axes)
+    }
+
+    /// [`Self::axis_traffic`] if all units are trained.
+    fn traffic_of(&self, layouts: &GridLayout) -> Result<AxisTraffic, ShardError> {
         let mut axes = layouts.axis_traffic(self.stage, &self.widths(), self.reductions())?;
         if self.stage.shards_params() && self.offload.params != Home::Device {
             let gathers = 2 * self.grad_accum_steps as u64;

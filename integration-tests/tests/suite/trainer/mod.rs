@@ -9,6 +9,7 @@ mod frozen_in_blocks;
 mod gather_codec;
 mod groups;
 mod identical;
+mod lora;
 mod mesh;
 mod mesh_time;
 mod model;

@@ -14,8 +14,9 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_ckpt::Reader;
 use zero_comm::PrefetchOptions;
 use zero_data::{DataSource, Dataset};
-use zero_models::ModelOptions;
 use zero_models::hf::HfFolder;
+use zero_models::lora::LoraConfig;
+use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::OptimizerConfig;
 use zero_shard::{BlockFormat, Layout, ParamSpec, Sharding, TensorCut, UnitSpec, ZeroStage};
 use zero_trainer::param_groups::GroupSettings;
@@ -54,6 +55,8 @@ pub(crate) struct Case {
     pub(crate) groups: GroupSettings,
     pub(crate) offload: OffloadSettings,
     pub(crate) quantised_frozen: Option<BlockFormat>,
+    /// Adapters on the frozen model.
+    pub(crate) lora: Option<LoraConfig>,
     pub(crate) resume: Option<PathBuf>,
     pub(crate) validation: Option<ValidationOptions>,
     pub(crate) cancel: Arc<AtomicBool>,
@@ -82,6 +85,7 @@ impl Default for Case {
             groups: GroupSettings::default(),
             offload: OffloadSettings::default(),
             quantised_frozen: None,
+            lora: None,
             resume: None,
             validation: None,
             cancel: Arc::default(),
@@ -283,6 +287,7 @@ impl Case {
             groups: self.groups.clone(),
             offload: self.offload.clone(),
             quantised_frozen: self.quantised_frozen,
+            adapters: self.lora.as_ref().map(|_| self.model().1.adapter_units()),
             limit: Duration::from_secs(60),
             ..Settings::new(stage, self.dtype, zero_models::param_kind)
         }
@@ -354,12 +359,22 @@ impl Case {
             .unwrap_or_else(|e| panic!("{self:?}: {e}"))
     }
 
+    /// The folder of the oracle's model, and its configuration with the case's adapters.
+    fn model(&self) -> (HfFolder, ModelConfig) {
+        let folder = HfFolder::open(&self.oracle.data("model")).unwrap();
+        let config = folder.config().clone();
+        let config = config.with_lora(self.lora.clone()).unwrap();
+        (folder, config)
+    }
+
     /// The oracle's model with PyTorch's weights and tokens.
     pub(crate) fn tiny(&self) -> ModelWorkload {
-        let folder = HfFolder::open(&self.oracle.data("model")).unwrap();
+        let (folder, config) = self.model();
         ModelWorkload {
-            config: folder.config().clone(),
+            config,
             weights: Weights::Folder(Box::new(folder)),
+            adapters: None,
+            adapter_seed: 3,
             data: Dataset::open(&DataSource::at(self.oracle.data("tokens.u16.bin")))
                 .unwrap()
                 .into(),

@@ -183,14 +183,21 @@ impl<D: Device> Optimizer<D> for DeviceOptimizer<D> {
     }
 
     fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
-        let own = RankParams {
-            layout: rank.layouts.parts(),
-            rank: rank.part(),
-            params: &self.param_slices(),
+        let params = self.param_slices();
+        let units = rank.settings.saved_units(params.len());
+        let mut load = || {
+            for (unit, params) in params.iter().enumerate().take(units) {
+                let own = RankParams {
+                    layout: rank.layouts.parts(),
+                    rank: rank.part(),
+                    params,
+                };
+                let limit = rank.settings.host_limit();
+                let optimizer = &mut self.optimizer;
+                optimizer.load_unit(&rank.compute, reader, unit, &own, limit)?;
+            }
+            self.optimizer.load_progress(reader)
         };
-        let limit = rank.settings.host_limit();
-        self.optimizer
-            .load(&rank.compute, reader, &own, limit)
-            .map_err(TrainError::unreadable)
+        load().map_err(TrainError::unreadable)
     }
 }

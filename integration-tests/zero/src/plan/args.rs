@@ -7,6 +7,7 @@ use clap::{Args, ValueEnum};
 
 use crate::flags::{DTypeFlag, model_help, parse_gpu_memory, parse_params, parse_whole};
 use crate::settings::args::{MeshArgs, OffloadArgs, TrainArgs};
+use crate::settings::lora::LoraChoice;
 use crate::settings::muon::MuonArgs;
 use crate::settings::quantise::QuantiseArgs;
 
@@ -28,6 +29,15 @@ pub struct PlanArgs {
     /// The model.
     #[arg(long, value_name = "PRESET|HF_DIR", help = model_help("or a Hugging Face folder"))]
     pub model: Option<String>,
+    /// Train adapters on the frozen model, as `zero train --lora`: r=16[,targets=q_proj,...], or a folder
+    /// of PEFT
+    #[arg(
+        long,
+        value_name = "r=R,...|DIR",
+        requires = "model",
+        conflicts_with = "simulate"
+    )]
+    pub lora: Option<LoraChoice>,
     /// Number of parameters, such as 7.5e9 or 7.5B, of a transformer of typical shape
     #[arg(long, value_name = "COUNT", value_parser = parse_params)]
     pub params: Option<u64>,

@@ -11,6 +11,7 @@ use zero_optim::{LossScaling, Masters, Moments};
 use zero_trainer::Home;
 use zero_trainer::param_groups::ParamGroup;
 
+use super::lora::LoraChoice;
 use super::muon::MuonArgs;
 use super::outputs::OutputPaths;
 use super::quantise::QuantiseArgs;
@@ -31,6 +32,12 @@ pub struct TrainArgs {
     /// files]
     #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
     pub data: Option<PathBuf>,
+    /// Train adapters on the frozen model (LoRA): r=16,alpha=32[,dropout=X][,targets=q_proj,v_proj][,rslora],
+    /// or a folder of PEFT to start from. Checkpoints then hold the adapters alone, and `zero ckpt
+    /// export` writes a folder of PEFT [default of a name: r=8, alpha=8, PEFT's targets for the
+    /// model]
+    #[arg(long, value_name = "r=R,...|DIR")]
+    pub lora: Option<LoraChoice>,
     /// The model.
     #[arg(long, value_name = "PRESET|DIR", help = model_help("a Hugging Face folder (GPT-2, Llama, \
         Mistral, Qwen 2 or 3), or a folder of checkpoints (its weights only) [default: nano]"))]

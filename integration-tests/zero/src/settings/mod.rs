@@ -36,6 +36,7 @@ pub(crate) mod collectives;
 pub(crate) mod communication;
 pub(crate) mod epochs;
 pub(crate) mod formats_of_run;
+pub(crate) mod lora;
 pub(crate) mod mesh;
 pub(crate) mod muon;
 pub(crate) mod offload;

@@ -116,6 +116,9 @@ pub(crate) struct ModelRecord {
     pub(crate) parameters: u64,
     /// The source of the weights of step 0.
     pub(crate) weights: String,
+    /// The checksum of the frozen weights of a folder, in hexadecimal, if adapters are trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) base_checksum: Option<String>,
 }
 
 /// The training data of a run.

@@ -158,8 +158,12 @@ impl RunSetup {
             config: parts.model.config,
             weights: match parts.model.folder {
                 Some(folder) => Weights::Folder(Box::new(folder)),
-                None => Weights::Initial(seed),
+                None => {
+                    Weights::Initial(parts.resumed.and_then(Resumed::base_seed).unwrap_or(seed))
+                }
             },
+            adapters: parts.model.adapters,
+            adapter_seed: seed,
             data: parts.data.training,
             threads: host_threads(args, run.ranks),
         };
