@@ -20,7 +20,7 @@ use crate::settings::Settings;
 pub type MatricesOf = fn(&str, &[u64]) -> Vec<Matrix>;
 
 /// Muon in a run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct MuonSettings {
     /// Whether tensors with matrices have it, unless their group has another rule. If not, those of
     /// groups with it have.

@@ -14,6 +14,7 @@ mod mesh;
 mod mesh_time;
 mod model;
 mod moments_in_blocks;
+mod muon;
 mod offload;
 mod offload_time;
 mod on_ranks;

@@ -14,6 +14,7 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_ckpt::Reader;
 use zero_comm::PrefetchOptions;
 use zero_data::{DataSource, Dataset};
+use zero_kernels::Muon;
 use zero_models::hf::HfFolder;
 use zero_models::lora::LoraConfig;
 use zero_models::{ModelConfig, ModelOptions};
@@ -24,8 +25,8 @@ use zero_trainer::{
     Batch, BatchAt, InitialWeights, Model, ModelError, ModelRanks, Pass, TrainError,
 };
 use zero_trainer::{
-    Home, MeshSettings, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics,
-    ValidationOptions, Workload, run_on_threads,
+    Home, MeshSettings, MuonSettings, OffloadSettings, RankSummary, RunOptions, Settings,
+    StepMetrics, ValidationOptions, Workload, run_on_threads,
 };
 
 pub(crate) use integration_tests::relative_error;
@@ -53,6 +54,8 @@ pub(crate) struct Case {
     pub(crate) bucket_elems: usize,
     pub(crate) optimizer: OptimizerConfig,
     pub(crate) groups: GroupSettings,
+    /// Muon for the matrices of blocks, with this learning rate.
+    pub(crate) muon: Option<(Muon, f64)>,
     pub(crate) offload: OffloadSettings,
     pub(crate) quantised_frozen: Option<BlockFormat>,
     /// Adapters on the frozen model.
@@ -83,6 +86,7 @@ impl Default for Case {
             bucket_elems: 1 << 12,
             optimizer: OptimizerConfig::default().max_grad_norm(1.0),
             groups: GroupSettings::default(),
+            muon: None,
             offload: OffloadSettings::default(),
             quantised_frozen: None,
             lora: None,
@@ -275,6 +279,7 @@ impl Case {
     /// The run's settings.
     pub(crate) fn settings(&self) -> Settings {
         let stage = ZeroStage::from_number(self.stage).unwrap();
+        let none = MuonSettings::new(zero_models::matrices_of);
         Settings {
             mesh: self.mesh,
             node_ranks: self.node_ranks,
@@ -285,6 +290,12 @@ impl Case {
             prefetch: PrefetchOptions::default().ahead(self.ahead.unwrap_or(self.overlap.into())),
             optimizer: self.optimizer.clone(),
             groups: self.groups.clone(),
+            muon: self.muon.map_or(none, |(rule, lr)| MuonSettings {
+                by_default: true,
+                rule,
+                lr: Some(lr),
+                ..none
+            }),
             offload: self.offload.clone(),
             quantised_frozen: self.quantised_frozen,
             adapters: self.lora.as_ref().map(|_| self.model().1.adapter_units()),
