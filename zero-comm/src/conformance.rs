@@ -204,7 +204,7 @@ struct Shape {
     op: ReduceOp,
     dtype: DType,
     segments: Counts,
-    /// What each rank sends to each, in an all-to-all with counts per pair.
+    /// Elements from each rank to each, in an all-to-all with counts per pair.
     pairs: Option<Vec<Vec<usize>>>,
     root: usize,
     in_place: bool,

@@ -168,7 +168,7 @@ fn bad_calls_are_refused_before_they_start() {
         };
         count(uneven(three, four, &[1, 1], &[2, 2]));
         count(uneven(four, three, &[2, 2], &[1, 1]));
-        // What a rank keeps is not what it receives from itself.
+        // A rank sends itself another count than it receives from itself.
         let (sent, received) = if comm.rank() == 0 {
             ([1, 2], [2, 2])
         } else {
