@@ -110,8 +110,11 @@ impl Matrix {
 
     /// The elements of the parameter from its first to its last.
     pub(crate) fn range(&self) -> Range<usize> {
-        let last_row = self.rows.saturating_sub(1) * self.row_stride;
-        self.first..self.first + last_row + self.cols
+        let elems = match (self.rows, self.cols) {
+            (0, _) | (_, 0) => 0,
+            (rows, cols) => (rows - 1) * self.row_stride + cols,
+        };
+        self.first..self.first + elems
     }
 }
 
