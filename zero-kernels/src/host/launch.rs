@@ -16,8 +16,8 @@ use crate::{
     OrthogonaliseArgs, Segments, UpdateArgs, UpdateRule, check,
 };
 
-/// The operations on host streams. Updates, cast, pack, accumulate and grad_stats are split over a
-/// fixed number of threads; the others run on the stream's thread.
+/// The operations on host streams. Updates, orthogonalise, cast, pack, accumulate and grad_stats are
+/// split over a fixed number of threads; the others run on the stream's thread.
 #[derive(Clone, Debug)]
 pub struct HostKernels {
     workers: Workers,

@@ -5,11 +5,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use half::bf16;
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 use zero_alloc::device::{Device, DeviceId, DeviceSlice, Stream};
 use zero_alloc::host::{HostDevice, HostStream};
-use zero_kernels::host::HostKernels;
+use zero_kernels::host::{FloatSlice, FloatSliceMut, HostKernels, UpdateSlices, WeightSlices};
 use zero_kernels::{
     KernelError, Kernels, MatrixScale, Muon, NewtonSchulz, OrthogonaliseArgs, Rounding, StepPoint,
     StepScalars, UpdateArgs, UpdateRule, Weights, reference,
@@ -286,6 +287,43 @@ fn hyperparameters_outside_their_range_are_refused() {
     }
 }
 
+#[test]
+fn arrays_of_other_phases_are_refused() {
+    let half = [bf16::ONE; 4];
+    let mut arrays = [[0.0; 4]; 3];
+    let [master, param, momentum] = &mut arrays;
+    let direction = UpdateSlices {
+        weights: WeightSlices::Fp32 {
+            master,
+            param_out: Some(FloatSliceMut::F32(param)),
+        },
+        slots: vec![momentum],
+        grad: FloatSlice::Bf16(&half),
+        scalars: StepScalars::default(),
+        weight_decay: 0.0,
+    };
+    assert_eq!(
+        Muon::default().update(direction).unwrap_err().to_string(),
+        "muon: a direction is written in fp32: pass `Weights::Fp32` without `param_out`"
+    );
+    let [master, ..] = &mut arrays;
+    let update = UpdateSlices {
+        weights: WeightSlices::Fp32 {
+            master,
+            param_out: None,
+        },
+        slots: Vec::new(),
+        grad: FloatSlice::Bf16(&half),
+        scalars: StepScalars::default(),
+        weight_decay: 0.0,
+    };
+    let apply = Muon::default().matrix_rule().unwrap().apply;
+    assert_eq!(
+        apply.update(update).unwrap_err().to_string(),
+        "muon_apply: the orthogonalised update is in fp32: pass it so, in place of a gradient"
+    );
+}
+
 /// The singular values of a matrix with its shorter side first: the roots of the eigenvalues of its
 /// Gram matrix, by Jacobi's rotations in fp64.
 fn singular_values(x: &[f32], [short, long]: [usize; 2]) -> Vec<f64> {
@@ -308,9 +346,11 @@ fn singular_values(x: &[f32], [short, long]: [usize; 2]) -> Vec<f64> {
                 for row in &mut gram {
                     (row[p], row[q]) = (cos * row[p] - sin * row[q], sin * row[p] + cos * row[q]);
                 }
-                for k in 0..short {
-                    let (of_p, of_q) = (gram[p][k], gram[q][k]);
-                    (gram[p][k], gram[q][k]) = (cos * of_p - sin * of_q, sin * of_p + cos * of_q);
+                let of_p = gram[p].clone();
+                let of_q = gram[q].clone();
+                for (k, (of_p, of_q)) in of_p.into_iter().zip(of_q).enumerate() {
+                    gram[p][k] = cos * of_p - sin * of_q;
+                    gram[q][k] = sin * of_p + cos * of_q;
                 }
             }
         }

@@ -192,9 +192,8 @@ fn check_decay(weight_decay: f64) -> Result<(), SettingError> {
     )
 }
 
-fn exactly<'a, const N: usize>(
-    slots: Vec<&'a mut [f32]>,
-) -> Result<[&'a mut [f32]; N], KernelError> {
+/// The slots, if there are `N`.
+fn exactly<const N: usize>(slots: Vec<&mut [f32]>) -> Result<[&mut [f32]; N], KernelError> {
     slots
         .try_into()
         .map_err(|slots: Vec<_>| KernelError::LengthMismatch {
