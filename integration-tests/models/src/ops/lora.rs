@@ -231,3 +231,115 @@ fn scale(x: &mut [f32], factor: f32) {
 fn add(y: &mut [f32], x: &[f32]) {
     y.iter_mut().zip(x).for_each(|(y, x)| *y += x);
 }
+
+#[cfg(test)]
+mod tests {
+    use zero_trainer::BatchRows;
+
+    use super::*;
+    use crate::ops::dropout::Draws;
+
+    const ROWS: usize = 37;
+    const SEQ: usize = 37;
+    const INPUTS: usize = 10;
+    const WIDTH: usize = 14;
+    const R: usize = 3;
+    const SCALE: f32 = 0.75;
+
+    fn values(len: usize, seed: usize) -> Vec<f32> {
+        let value = |i: usize| ((i * 37 + seed * 11) % 23) as f32 / 23.0 - 0.4;
+        (0..len).map(value).collect()
+    }
+
+    fn distance(a: &[f32], b: &[f32]) -> f32 {
+        let pairs = a.iter().zip(b);
+        pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+    }
+
+    /// The adapter of outputs 4 to 11 by plain sums: y, dx, dA and dB.
+    fn plain(
+        [a, b, w]: [&[f32]; 3],
+        x: &[f32],
+        factors: &[f32],
+        dy: &[f32],
+        outputs: &Range<usize>,
+    ) -> [Vec<f32>; 4] {
+        let mut y = vec![0.0; ROWS * WIDTH];
+        let mut dx = vec![0.0; ROWS * INPUTS];
+        let mut da = vec![0.0; R * INPUTS];
+        let mut db = vec![0.0; outputs.len() * R];
+        for row in 0..ROWS {
+            for o in 0..WIDTH {
+                for i in 0..INPUTS {
+                    let at = row * INPUTS + i;
+                    y[row * WIDTH + o] += w[o * INPUTS + i] * x[at];
+                    dx[at] += w[o * INPUTS + i] * dy[row * WIDTH + o];
+                    let Some(of) = outputs.clone().position(|output| output == o) else {
+                        continue;
+                    };
+                    let dropped = x[at] * factors[at];
+                    for k in 0..R {
+                        let [a, b] = [a[k * INPUTS + i], b[of * R + k]];
+                        let dy = SCALE * dy[row * WIDTH + o];
+                        y[row * WIDTH + o] += SCALE * b * a * dropped;
+                        dx[at] += dy * b * a * factors[at];
+                        da[k * INPUTS + i] += dy * b * dropped;
+                        db[of * R + k] += dy * a * dropped;
+                    }
+                }
+            }
+        }
+        [y, dx, da, db]
+    }
+
+    #[test]
+    fn products_and_gradients_are_plain_sums() {
+        let outputs = 4..11;
+        let [w, x, dy] = [WIDTH * INPUTS, ROWS * INPUTS, ROWS * WIDTH].map(|len| values(len, len));
+        let [a, b] = [values(R * INPUTS, 1), values(outputs.len() * R, 2)];
+        let rows = BatchRows {
+            seed: 1,
+            step: 2,
+            first: 0,
+        };
+        let draws = Draws::new(rows, 1);
+        for probability in [0.0, 0.3] {
+            let dropout = draws.dropout(probability, 9);
+            let mut factors = vec![1.0; x.len()];
+            if let Some(dropout) = dropout {
+                dropout.apply(&mut factors, SEQ, INPUTS);
+            }
+            let adapter = Adapter {
+                a: Weight::F32(&a),
+                b: Weight::F32(&b),
+                r: R,
+                outputs: outputs.clone(),
+                scale: SCALE,
+                dropout: dropout.map(|dropout| (dropout, SEQ)),
+            };
+            let layer = AdaptedLinear {
+                base: Linear::of_matrix(&w[..], WIDTH, MatrixOrder::OutputsFirst),
+                adapters: vec![adapter],
+            };
+            let [y, dx, da, db] = plain([&a, &b, &w], &x, &factors, &dy, &outputs);
+
+            let mut got = vec![f32::NAN; y.len()];
+            layer.forward(&mut got, &x);
+            assert!(distance(&got, &y) < 1e-4);
+            layer.forward_residual(&mut got, &dy, &x);
+            let residual: Vec<f32> = y.iter().zip(&dy).map(|(y, r)| y + r).collect();
+            assert!(distance(&got, &residual) < 1e-4);
+
+            let mut grads = [vec![0.0; da.len()], vec![0.0; db.len()]];
+            let mut got = vec![f32::NAN; dx.len()];
+            let [of_a, of_b] = &mut grads;
+            let all = AdaptedGrads {
+                adapters: vec![[of_a, of_b]],
+                ..AdaptedGrads::default()
+            };
+            layer.backward(all, &mut got, &x, &dy);
+            assert!(distance(&got, &dx) < 1e-4);
+            assert!(distance(&grads[0], &da) < 1e-3 && distance(&grads[1], &db) < 1e-3);
+        }
+    }
+}

@@ -591,6 +591,9 @@ fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<ModelSize, CliErr
             };
             Ok(ModelSize::of(name, &config))
         }
+        (None, _) if args.lora.is_some() => Err(usage!(
+            "--lora: the adapters are those of the modules of a model: pass --model"
+        )),
         (None, Some(params)) => Ok(ModelSize::with_about(params)),
         (None, None) => Ok(ModelSize::of("gpt2", &shape(args)?)),
     }

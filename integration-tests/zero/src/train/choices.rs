@@ -83,7 +83,13 @@ impl ChosenModel {
                 ));
             }
             (Some(choice), _) => choice.on(&config)?,
-            (None, lora) => (config.with_lora(lora).map_err(CliError::usage)?, None),
+            (None, lora) => {
+                let adapted = config.with_lora(lora);
+                let adapted = adapted.map_err(|error| {
+                    usage!("--model {name}: the checkpoint has adapters of another model ({error}); remove --model")
+                })?;
+                (adapted, None)
+            }
         };
         let base_checksum = match (&folder, config.lora()) {
             (Some(folder), Some(_)) => {
