@@ -2,7 +2,7 @@
 //!
 //! Shards stay flat and equal, and the state of such a rule is sharded like any other. In an
 //! update the rule's direction, which is element-wise, is computed from the shards; an all-to-all
-//! brings each parameter's directions to one rank, its **updater** ([`WholeParams`]); that
+//! brings each parameter's directions to one rank, its **updater** ([`Updaters`]); that
 //! orthogonalises the matrices; and a second all-to-all takes the result back to the shards, to
 //! which it is applied element by element. Padding is in no matrix.
 
@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device};
-use zero_shard::{Layout, ParamId, WholeParam, WholeParams};
+use zero_shard::{Layout, ParamId, ParamUpdater, Updaters};
 
 use crate::groups::Resolved;
 use crate::{OptimError, Segment};
@@ -131,8 +131,8 @@ pub struct MatrixParam {
 #[derive(Clone, Debug)]
 pub struct Matrices {
     pub(crate) rank: u64,
-    pub(crate) whole: WholeParams,
-    /// In the order of [`WholeParams::waves`].
+    pub(crate) updaters: Updaters,
+    /// In the order of [`Updaters::waves`].
     params: Vec<MatrixParam>,
     /// The first element of each unit's flat parameter that this rank has.
     firsts: Vec<u64>,
@@ -176,7 +176,7 @@ impl Matrices {
             costs.insert(id, cost.fold(0, u64::saturating_add));
             params.push(param);
         }
-        let whole = WholeParams::new(layout, replicated, by_unit, |id| costs.get(&id).copied());
+        let updaters = Updaters::new(layout, replicated, by_unit, |id| costs.get(&id).copied());
         let units = layout.units().iter();
         let held = units.map(|unit| match replicated {
             true => 0..unit.padded_elems,
@@ -190,7 +190,7 @@ impl Matrices {
         });
         Ok(Self {
             rank,
-            whole,
+            updaters,
             params,
             padding: padding.collect(),
             firsts: held.iter().map(|held| held.start).collect(),
@@ -226,14 +226,14 @@ impl Matrices {
     }
 
     /// The parameters' updaters.
-    pub fn whole_params(&self) -> &WholeParams {
-        &self.whole
+    pub fn updaters(&self) -> &Updaters {
+        &self.updaters
     }
 
     /// The waves of updates.
     pub(crate) fn waves(&self) -> impl Iterator<Item = Wave<'_>> {
         let mut rest = &self.params[..];
-        self.whole.waves().map(move |whole| {
+        self.updaters.waves().map(move |whole| {
             let (params, later) = rest.split_at(whole.len());
             rest = later;
             Wave {
@@ -269,12 +269,12 @@ pub(crate) fn check_elements(
 /// Parameters whose updates are exchanged together.
 pub(crate) struct Wave<'a> {
     matrices: &'a Matrices,
-    pub(crate) params: Vec<(&'a WholeParam, &'a MatrixParam)>,
+    pub(crate) params: Vec<(&'a ParamUpdater, &'a MatrixParam)>,
 }
 
 /// A part of a parameter in a buffer.
 pub(crate) struct Part<'a> {
-    pub(crate) param: &'a WholeParam,
+    pub(crate) param: &'a ParamUpdater,
     pub(crate) matrices: &'a MatrixParam,
     /// Its elements of the parameter.
     pub(crate) elems: Range<usize>,
@@ -304,11 +304,11 @@ impl Buffer<'_> {
 impl<'a> Wave<'a> {
     /// The parts of a buffer that is ordered by ranks, then by parameters; `part` returns the
     /// elements of a parameter that are there for a rank.
-    fn buffer(&self, part: impl Fn(&WholeParam, u64) -> Range<u64>) -> Buffer<'a> {
+    fn buffer(&self, part: impl Fn(&ParamUpdater, u64) -> Range<u64>) -> Buffer<'a> {
         let mut at = 0;
         let mut parts = Vec::new();
         let mut counts = Vec::new();
-        for rank in 0..self.matrices.whole.world_size() {
+        for rank in 0..self.matrices.updaters.world_size() {
             let begin = at;
             for &(param, matrices) in &self.params {
                 let Range { start, end } = part(param, rank);
@@ -371,7 +371,7 @@ impl<'a> Wave<'a> {
 }
 
 /// `elems` if `rank` is the updater, else none.
-fn of_updater(param: &WholeParam, rank: u64, elems: Range<u64>) -> Range<u64> {
+fn of_updater(param: &ParamUpdater, rank: u64, elems: Range<u64>) -> Range<u64> {
     if param.updater == rank { elems } else { 0..0 }
 }
 

@@ -55,8 +55,6 @@ fn workload(dtype: DType, options: &RunOptions) -> ModelWorkload {
     ModelWorkload {
         config: folder.config().clone(),
         weights: Weights::Folder(Box::new(folder)),
-        adapters: None,
-        adapter_seed: 0,
         data: Dataset::open(&DataSource::at(data("tokens.u16.bin")))
             .unwrap()
             .into(),

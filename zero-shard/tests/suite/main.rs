@@ -8,4 +8,4 @@ mod reshard;
 mod serde;
 mod support;
 mod tensor_cut;
-mod whole;
+mod updaters;

@@ -8,7 +8,7 @@ use zero_alloc::device::DType;
 use zero_kernels::{AdamHyper, MatrixScale, Muon};
 use zero_models::matrices_of;
 use zero_optim::{Masters, Matrix, Moments, OptimizerConfig, StateFormat};
-use zero_shard::{Sharding, WholeParams};
+use zero_shard::{Sharding, Updaters};
 use zero_trainer::Home;
 use zero_trainer::param_groups::{GroupRule, ParamGroup, ParamKind};
 
@@ -228,7 +228,7 @@ fn memory_and_traffic_are_the_formulas() {
                 let cost = |m: &Matrix| (m.rows * m.cols * m.rows.min(m.cols)) as u64;
                 (!matrices.is_empty()).then(|| matrices.iter().map(cost).sum())
             };
-            let whole = WholeParams::new(layout, stage == 0, false, cost);
+            let whole = Updaters::new(layout, stage == 0, false, cost);
             assert_eq!(
                 last.comm_bytes.all_to_all,
                 4 * whole.sent_elems(0),

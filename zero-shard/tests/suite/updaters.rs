@@ -1,7 +1,7 @@
 //! Parameters that one rank sees whole.
 
 use proptest::prelude::*;
-use zero_shard::{Layout, ParamId, WholeParams};
+use zero_shard::{Layout, ParamId, Updaters};
 
 use crate::support::{cases, huge_layout, small_layout};
 
@@ -27,7 +27,7 @@ proptest! {
         replicated: bool,
         unit_waves: bool,
     ) {
-        let whole = WholeParams::new(&layout, replicated, unit_waves, |id| every_second(&layout, id));
+        let whole = Updaters::new(&layout, replicated, unit_waves, |id| every_second(&layout, id));
         let ranks = layout.world_size();
         let mut sent = vec![0; ranks as usize];
         for param in whole.waves().flatten() {
@@ -59,7 +59,7 @@ proptest! {
     /// The waves are all parameters with a cost, in order, cut where units end.
     #[test]
     fn waves_are_of_whole_units(layout in small_layout(), unit_waves: bool) {
-        let whole = WholeParams::new(&layout, false, unit_waves, |id| every_second(&layout, id));
+        let whole = Updaters::new(&layout, false, unit_waves, |id| every_second(&layout, id));
         let ids: Vec<ParamId> = whole.waves().flatten().map(|param| param.id).collect();
         let all = layout.params().map(|(id, _)| id);
         let expected: Vec<_> = all.filter(|id| every_second(&layout, *id).is_some()).collect();
@@ -67,7 +67,7 @@ proptest! {
 
         let waves: Vec<_> = whole.waves().collect();
         for (nth, wave) in waves.iter().enumerate() {
-            let unit = |of: &zero_shard::WholeParam| of.id.unit;
+            let unit = |of: &zero_shard::ParamUpdater| of.id.unit;
             let next = waves.get(nth + 1).and_then(|next| next.first());
             prop_assert!(next.is_none_or(|next| unit(next) > unit(&wave[wave.len() - 1])));
             if unit_waves {
@@ -79,7 +79,7 @@ proptest! {
     /// No rank has more than the mean and the largest parameter.
     #[test]
     fn work_is_balanced(layout in huge_layout()) {
-        let whole = WholeParams::new(&layout, false, false, |id| Some(numel(&layout, id)));
+        let whole = Updaters::new(&layout, false, false, |id| Some(numel(&layout, id)));
         for wave in whole.waves() {
             let mut loads = std::collections::HashMap::new();
             for param in wave {
@@ -98,9 +98,9 @@ fn holders_update() {
     use zero_shard::{ParamSpec, UnitSpec};
     let params = vec![ParamSpec::new("a", [4, 4]), ParamSpec::new("b", [4, 4])];
     let layout = Layout::new(&[UnitSpec::new("unit", params)], 2, 1).unwrap();
-    let whole = WholeParams::new(&layout, false, false, |_| Some(1));
+    let whole = Updaters::new(&layout, false, false, |_| Some(1));
     assert_eq!([0, 1].map(|rank| whole.sent_elems(rank)), [0, 0]);
     // Of whole replicas only the updates travel.
-    let whole = WholeParams::new(&layout, true, false, |_| Some(1));
+    let whole = Updaters::new(&layout, true, false, |_| Some(1));
     assert_eq!([0, 1].map(|rank| whole.sent_elems(rank)), [16, 16]);
 }

@@ -12,7 +12,7 @@ use crate::{Layout, ParamId};
 /// A parameter and the rank that sees it whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct WholeParam {
+pub struct ParamUpdater {
     /// The parameter.
     pub id: ParamId,
     /// Its range in the unit's flat parameter.
@@ -23,7 +23,7 @@ pub struct WholeParam {
     shard_elems: u64,
 }
 
-impl WholeParam {
+impl ParamUpdater {
     /// The elements of the parameter that `rank` holds, counted from its first.
     pub fn held(&self, rank: u64) -> Range<u64> {
         let of_param = |at: u64| at.clamp(self.flat.start, self.flat.end) - self.flat.start;
@@ -50,10 +50,10 @@ impl WholeParam {
 
 /// The updaters of a model's whole parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WholeParams {
+pub struct Updaters {
     world_size: u64,
     /// In the order of the layout.
-    params: Vec<WholeParam>,
+    params: Vec<ParamUpdater>,
     /// The ranges of `params` that are waves.
     waves: Vec<Range<usize>>,
 }
@@ -61,7 +61,7 @@ pub struct WholeParams {
 /// Parameters of a wave for each rank: with fewer, some would have nothing to compute.
 const PARAMS_A_RANK: u64 = 4;
 
-impl WholeParams {
+impl Updaters {
     /// Chooses the updaters of those parameters of `layout` that have a `cost`, in any unit: of the
     /// costs of a wave each rank gets about the same. Every rank holds its shard of a unit, or, if
     /// `replicated` (stage 0), all of it. `unit_waves` makes each unit a wave, for updates that go
@@ -86,7 +86,7 @@ impl WholeParams {
                 let id = ParamId { unit: nth, param };
                 let Some(cost) = cost(id) else { continue };
                 costs.push(cost);
-                params.push(WholeParam {
+                params.push(ParamUpdater {
                     id,
                     flat: placed.range(),
                     updater: 0,
@@ -116,7 +116,7 @@ impl WholeParams {
     }
 
     /// The parameters of each wave, in the order of the layout.
-    pub fn waves(&self) -> impl ExactSizeIterator<Item = &[WholeParam]> {
+    pub fn waves(&self) -> impl ExactSizeIterator<Item = &[ParamUpdater]> {
         self.waves.iter().map(|wave| &self.params[wave.clone()])
     }
 
@@ -124,7 +124,7 @@ impl WholeParams {
     /// back.
     pub fn sent_elems(&self, rank: u64) -> u64 {
         let len = |range: Range<u64>| range.end - range.start;
-        let of = |param: &WholeParam| match param.updater == rank {
+        let of = |param: &ParamUpdater| match param.updater == rank {
             true => {
                 let others = (0..self.world_size).filter(|other| *other != rank);
                 others.map(|other| len(param.held(other))).sum()
@@ -137,7 +137,7 @@ impl WholeParams {
 
 /// Gives each parameter, the most costly first, to the rank with the least to do so far; of equal
 /// ones to that which holds the most of it.
-fn assign(params: &mut [WholeParam], costs: &[u64], world_size: u64) {
+fn assign(params: &mut [ParamUpdater], costs: &[u64], world_size: u64) {
     let mut order: Vec<usize> = (0..params.len()).collect();
     order.sort_by_key(|&nth| std::cmp::Reverse(costs[nth]));
     let mut loads = vec![0_u64; world_size as usize];
