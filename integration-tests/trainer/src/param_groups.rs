@@ -308,6 +308,20 @@ impl ModelGroups {
         stage: ZeroStage,
         of: impl Fn(&GroupRun) -> Option<u64>,
     ) -> Option<u64> {
+        // Of units that are trained whole, or not at all, all ranks have as many elements; ranks may be
+        // thousands.
+        let trains = |rules: &usize| self.rules[*rules].trainable;
+        let is_whole = |unit: &Vec<usize>| unit.iter().all(trains) || !unit.iter().any(trains);
+        if self.small.is_none() && self.units.iter().all(is_whole) {
+            let units = layout.units().iter().enumerate();
+            let trained = units.filter(|(unit, _)| !self.is_frozen(*unit));
+            let elems = trained.map(|(_, unit)| match stage.shards_optimizer() {
+                true => unit.shard_elems,
+                false => unit.padded_elems,
+            });
+            return of(elems.sum(), false);
+        }
+
         let held = |rank: Option<u64>| -> Option<u64> {
             let ParamGroups { rules, runs, .. } = self.of(layout, rank).ok()?;
             let mut trained = runs.iter().filter(|run| rules[run.group].trainable);
