@@ -195,6 +195,24 @@ impl ModelGroups {
         self.with_muon[group].then_some(group)
     }
 
+    /// The trained tensors that AdamW and that Muon updates, each with its numbers as `*`.
+    pub fn tensors_by_rule(&self, layout: &Layout) -> [Vec<String>; 2] {
+        let mut names = [Vec::new(), Vec::new()];
+        for (id, param) in layout.params() {
+            let group = self.units[id.unit][id.param];
+            let parts = param.name.split('.').map(|part| match part.parse::<u64>() {
+                Ok(_) => "*",
+                Err(_) => part,
+            });
+            let name = parts.collect::<Vec<_>>().join(".");
+            let names = &mut names[usize::from(self.with_muon[group])];
+            if self.rules[group].trainable && !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        names
+    }
+
     /// The number of distinct sets of learning rate and betas, the optimizer's own included.
     pub fn rate_sets(&self, config: &OptimizerConfig) -> usize {
         self.with_updates(ParamGroups::new(self.rules.clone(), []))
@@ -312,14 +330,19 @@ impl ModelGroups {
         // thousands.
         let trains = |rules: &usize| self.rules[*rules].trainable;
         let is_whole = |unit: &Vec<usize>| unit.iter().all(trains) || !unit.iter().any(trains);
-        if self.small.is_none() && self.units.iter().all(is_whole) {
+        if self.state.is_none() && self.units.iter().all(is_whole) {
             let units = layout.units().iter().enumerate();
             let trained = units.filter(|(unit, _)| !self.is_frozen(*unit));
             let elems = trained.map(|(_, unit)| match stage.shards_optimizer() {
                 true => unit.shard_elems,
                 false => unit.padded_elems,
             });
-            return of(elems.sum(), false);
+            let all = GroupRun {
+                elems: 0..elems.sum::<u64>() as usize,
+                group: 0,
+                is_small: false,
+            };
+            return of(&all);
         }
 
         let held = |rank: Option<u64>| -> Option<u64> {

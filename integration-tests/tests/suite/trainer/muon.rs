@@ -39,9 +39,11 @@ fn matches_pytorch(oracle: Oracle, adjust: MatrixScale, name: &str, ranks: usize
         weight_decay,
         ..AdamHyper::default()
     };
-    let mut rule = Muon::default();
-    rule.weight_decay = weight_decay;
-    rule.adjust = adjust;
+    let rule = Muon {
+        weight_decay,
+        adjust,
+        ..Muon::default()
+    };
     let run = &expected["runs"][name];
     let case = Case {
         ranks,

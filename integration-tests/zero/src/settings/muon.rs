@@ -102,13 +102,16 @@ impl MuonArgs {
 /// Muon in a run.
 pub(crate) fn settings(all: &TrainArgs) -> MuonSettings {
     let args = &all.muon;
-    let mut rule = Muon::default();
-    rule.weight_decay = all.weight_decay.unwrap_or(0.01);
-    rule.momentum = args.muon_momentum.unwrap_or(rule.momentum);
-    rule.ns_steps = args.ns_steps.unwrap_or(rule.ns_steps);
-    rule.adjust = match args.muon_adjust {
-        Some(MuonAdjust::MatchRmsAdamw) => MatrixScale::MatchRmsAdamw,
-        Some(MuonAdjust::Original) | None => MatrixScale::Original,
+    let own = Muon::default();
+    let rule = Muon {
+        weight_decay: all.weight_decay.unwrap_or(0.01),
+        momentum: args.muon_momentum.unwrap_or(own.momentum),
+        ns_steps: args.ns_steps.unwrap_or(own.ns_steps),
+        adjust: match args.muon_adjust {
+            Some(MuonAdjust::MatchRmsAdamw) => MatrixScale::MatchRmsAdamw,
+            Some(MuonAdjust::Original) | None => MatrixScale::Original,
+        },
+        ..own
     };
     MuonSettings {
         by_default: args.optimizer == Some(OptimizerChoice::Muon),
@@ -116,4 +119,24 @@ pub(crate) fn settings(all: &TrainArgs) -> MuonSettings {
         rule,
         ..MuonSettings::new(zero_models::matrices_of)
     }
+}
+
+/// Muon's settings as text.
+pub(crate) fn describe(muon: &MuonSettings) -> String {
+    let Muon {
+        momentum,
+        weight_decay,
+        ns_steps,
+        adjust,
+        ..
+    } = muon.rule;
+    let lr = match muon.lr {
+        Some(lr) => format!("learning rate {lr}, "),
+        None => String::new(),
+    };
+    let adjust = match adjust {
+        MatrixScale::MatchRmsAdamw => "match_rms_adamw",
+        _ => "original",
+    };
+    format!("{lr}momentum {momentum}, weight decay {weight_decay}, {ns_steps} steps, {adjust}")
 }
