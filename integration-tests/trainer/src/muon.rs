@@ -87,6 +87,9 @@ pub(crate) fn check(
         () if settings.mesh.tensor_ranks.is_some_and(|ranks| ranks > 1) => {
             "sees whole matrices, and tensor parallelism cuts them: use one of the two"
         }
+        () if settings.adapters.is_some() => {
+            "is for the matrices of whole models, and adapters are trained: use AdamW with --lora"
+        }
         () if settings.graphs => {
             "exchanges matrices in memory that is allocated and freed during the step, which CUDA graphs cannot record"
         }
