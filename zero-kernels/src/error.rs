@@ -103,7 +103,7 @@ pub enum KernelError {
     Refused {
         /// The operation or rule.
         what: &'static str,
-        /// What is wrong, and what to do.
+        /// The fault, and the remedy.
         reason: &'static str,
     },
     /// A CUDA kernel could not be compiled.

@@ -8,8 +8,8 @@ use zero_comm::Communicator;
 use crate::{AllToAll, OptimError};
 
 /// The exchange of matrices over a communicator, whose ranks are in the order of the shards, on a
-/// stream. Collectives of the same communicator are on this stream, too, or it is a
-/// communicator of its own.
+/// stream. All collectives of the communicator are on
+/// this stream.
 pub struct CommExchange<D: Device> {
     comm: Arc<dyn Communicator<D>>,
     stream: D::Stream,

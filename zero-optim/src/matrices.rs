@@ -102,7 +102,7 @@ impl Matrix {
         }
     }
 
-    /// What orthogonalising it costs, but for a factor: its products are of the shorter side.
+    /// The cost of orthogonalising it, but for a factor: its products are of the shorter side.
     fn cost(&self) -> u64 {
         let [rows, cols] = [self.rows, self.cols].map(|n| n as u64);
         rows.saturating_mul(cols).saturating_mul(rows.min(cols))
@@ -329,25 +329,25 @@ impl<'a> Wave<'a> {
         Buffer { parts, counts }
     }
 
-    /// What this rank holds, by updaters.
+    /// The elements that this rank holds, by updaters.
     pub(crate) fn held(&self) -> Buffer<'a> {
         let own = self.matrices.rank;
         self.buffer(|param, rank| of_updater(param, rank, param.held(own)))
     }
 
-    /// What this rank gives to updaters: a range of [`Self::held`].
+    /// The elements that this rank gives to updaters: a range of [`Self::held`].
     pub(crate) fn given(&self) -> Buffer<'a> {
         let own = self.matrices.rank;
         self.buffer(|param, rank| of_updater(param, rank, param.given(own)))
     }
 
-    /// What ranks give to this one.
+    /// The elements that ranks give to this one.
     pub(crate) fn received(&self) -> Buffer<'a> {
         let own = self.matrices.rank;
         self.buffer(|param, rank| of_updater(param, own, param.given(rank)))
     }
 
-    /// What this rank returns to others.
+    /// The elements that this rank returns to others.
     pub(crate) fn returned(&self) -> Buffer<'a> {
         let own = self.matrices.rank;
         self.buffer(|param, rank| of_updater(param, own, param.held(rank)))

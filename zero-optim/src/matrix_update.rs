@@ -10,8 +10,8 @@
 //! | buffer | elements |
 //! |---|---|
 //! | held | what the rank holds of the wave's parameters |
-//! | received, returned | what is held of its own parameters by all ranks; one buffer, unless every rank holds all |
-//! | whole | its own parameters |
+//! | received, returned | what all ranks hold of the parameters that it updates; one buffer, unless every rank holds all |
+//! | whole | those parameters |
 //! | scratch | [`Kernels::orthogonalise_scratch_elems`] of the largest matrix |
 
 use zero_alloc::device::{AnySlice, DType, Device, Stream};
@@ -154,7 +154,7 @@ impl<D: Device> ShardedOptimizer<D> {
         let scratch = scratch.map(|m| self.kernels.orthogonalise_scratch_elems(m.rows, m.cols));
         let scratch = exchange.allocate(stream, scratch.max().unwrap_or(0))?;
         for part in &own.parts {
-            let rule = self.matrix_rule(part.matrices.group)?;
+            let rule = self.matrix_rule(part)?;
             for matrix in &part.matrices.matrices {
                 let range = matrix.range();
                 let values = part.at + range.start..part.at + range.end;
@@ -272,12 +272,13 @@ impl<D: Device> ShardedOptimizer<D> {
         Ok(())
     }
 
-    /// How matrices of a group are updated.
-    fn matrix_rule(&self, group: usize) -> Result<MatrixRule, OptimError> {
+    /// The rule of a parameter's matrices.
+    fn matrix_rule(&self, part: &Part<'_>) -> Result<MatrixRule, OptimError> {
+        let group = part.matrices.group;
         let update = self.groups.update_of(group);
         let rule = update.and_then(|update| self.groups.updates[update].matrix_rule());
         rule.ok_or_else(|| OptimError::NoMatrixRule {
-            unit: String::new(),
+            unit: self.names[part.param.id.unit].clone(),
             group,
         })
     }

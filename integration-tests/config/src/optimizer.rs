@@ -22,7 +22,7 @@ pub struct DsOptimizer {
     pub muon: Option<DsMuon>,
 }
 
-/// What `"Muon"` has beside AdamW; `None`: the default.
+/// The settings of `"Muon"` beside AdamW's; `None`: the default.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DsMuon {
     /// Its learning rate, `muon_lr`.

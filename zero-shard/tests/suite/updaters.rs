@@ -19,7 +19,7 @@ fn every_second(layout: &Layout, id: ParamId) -> Option<u64> {
 proptest! {
     #![proptest_config(cases(300))]
 
-    /// What ranks give to an updater is the parameter, once; and what they hold is what their
+    /// Ranks give an updater the parameter, once; and what they hold is what their
     /// shards have of it.
     #[test]
     fn updaters_get_each_element_once(

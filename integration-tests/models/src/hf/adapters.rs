@@ -1,7 +1,7 @@
 //! Adapters of a model: those of a folder of Hugging Face's PEFT, and those of a checkpoint.
 //!
 //! A PEFT folder has `adapter_config.json` and `adapter_model.safetensors`. A key of its
-//! configuration that asks for more than LoRA on linear layers of blocks is refused.
+//! configuration with more than LoRA on linear layers of blocks is refused.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};

@@ -179,7 +179,7 @@ fn what_is_not_built_is_refused() {
         &["--merge: ", "has no adapters"],
     );
 
-    // Keys of PEFT that ask for more.
+    // Keys of PEFT with more than that.
     let folder = QWEN2.data("lora");
     let model = QWEN2.data("model").display().to_string();
     fs::create_dir(dir.join("lora")).unwrap();
