@@ -29,7 +29,7 @@ pub struct PlanArgs {
     /// The model.
     #[arg(long, value_name = "PRESET|HF_DIR", help = model_help("or a Hugging Face folder"))]
     pub model: Option<String>,
-    /// Train adapters on the frozen model, as `zero train --lora`: r=16[,targets=q_proj,...], or a folder
+    /// Train adapters on the frozen model, as `zero train --lora`: r=16,targets=q_proj, or a folder
     /// of PEFT
     #[arg(
         long,
