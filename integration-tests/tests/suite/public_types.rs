@@ -34,7 +34,7 @@ const CLOSED: [(&str, &str); 6] = [
     ("zero-comm", "Group Link Part Socket Traffic"),
     (
         "zero-optim",
-        "Decay GroupRun OneCycle ParamGroup ParamGroups ParamKind RangeTest RankParams Segment StateKind StateRange StepOutcome UnitSlices Warmup \
+        "Decay GroupRun Matrix MatrixParam OneCycle ParamGroup ParamGroups ParamKind RangeTest RankParams Segment StateKind StateRange StepOutcome UnitSlices Warmup \
          WarmupCosine WarmupDecay",
     ),
     ("zero-ckpt", "Header ModelSpec StateSpec TensorEntry"),
