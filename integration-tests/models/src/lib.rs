@@ -14,11 +14,13 @@ pub mod ops;
 mod options;
 pub mod random;
 mod tensor;
+mod tensor_names;
 mod tensor_traffic;
 
-pub use architecture::{ModelConfig, PRESETS, matrices_of, param_kind};
+pub use architecture::{ModelConfig, PRESETS};
 pub use config::ConfigError;
 pub use decoder::HostModel;
 pub use decoder::gpu::{GpuModel, writes_grad};
 pub use options::{GpuBytes, ModelOptions};
+pub use tensor_names::{matrices_of, param_kind};
 pub use tensor_traffic::{TensorBytes, TensorElems};

@@ -20,6 +20,7 @@ mod error;
 mod fixtures;
 mod frozen_layout;
 mod launch;
+mod matrices;
 mod mesh;
 mod mesh_settings;
 mod model;

@@ -1,19 +1,10 @@
-//! Muon for matrices: which tensors have it, and the exchange of their updates between ranks.
+//! Muon for matrices: its settings, and the tensors that have it.
 
-use std::sync::Arc;
-use std::time::Duration;
-
-use zero_alloc::device::{AnySlice, Device, Stream};
-use zero_alloc::host::{HostDevice, HostEvent, HostStream};
-use zero_comm::{CommError, Communicator};
 use zero_kernels::Muon;
-use zero_optim::{AllToAll, CommExchange, GroupRule, Matrices, Matrix, MatrixParam, OptimError};
-use zero_shard::{GridLayout, ParamId, ParamPlacement, Sharding};
+use zero_optim::{GroupRule, Matrix};
+use zero_shard::ParamPlacement;
 
 use crate::error::TrainError;
-use crate::param_groups::ModelGroups;
-use crate::rank::Rank;
-use crate::settings::Settings;
 
 /// Returns the matrices in a tensor, by its name and shape: those of blocks' linear layers. None in
 /// embeddings, the head, norms and biases.
@@ -72,113 +63,5 @@ impl MuonSettings {
             Some(own) if lr > 0.0 => own / lr,
             _ => 1.0,
         }
-    }
-}
-
-/// Refuses what Muon cannot do in these settings.
-pub(crate) fn check(
-    settings: &Settings,
-    groups: &ModelGroups,
-    is_host: bool,
-) -> Result<(), TrainError> {
-    let why = match () {
-        () if !groups.has_matrices() => return Ok(()),
-        () if !is_host => "has no products on CUDA yet: use --device cpu, or AdamW",
-        () if settings.mesh.tensor_ranks.is_some_and(|ranks| ranks > 1) => {
-            "sees whole matrices, and tensor parallelism cuts them: use one of the two"
-        }
-        () if settings.adapters.is_some() => {
-            "is for the matrices of whole models, and adapters are trained: use AdamW with --lora"
-        }
-        () if settings.graphs => {
-            "exchanges matrices in memory that is allocated and freed during the step, which CUDA graphs cannot record"
-        }
-        () => return Ok(()),
-    };
-    Err(TrainError::Usage(format!("Muon {why}")))
-}
-
-impl<D: Device> Rank<D> {
-    /// The matrices of this rank's part of the state, if there are any.
-    pub(crate) fn matrices(&self, by_unit: bool) -> Result<Option<Matrices>, TrainError> {
-        if !self.groups.has_matrices() {
-            return Ok(None);
-        }
-        let replicated = !self.settings.stage.shards_optimizer();
-        let (layout, shard) = match replicated {
-            true => (self.layouts.parts(), self.index()),
-            false => self.layouts.optimizer(self.index()),
-        };
-        let of = |id: ParamId| {
-            let group = self.groups.group_with_matrices(id)?;
-            let param = &layout.units()[id.unit].params[id.param];
-            let matrices = (self.settings.muon.matrices_of)(&param.name, &param.shape);
-            Some(MatrixParam { group, matrices })
-        };
-        Ok(Some(Matrices::new(layout, shard, replicated, by_unit, of)?))
-    }
-
-    /// The exchange of this rank's matrices.
-    pub(crate) fn exchange(&self) -> Result<Option<CommExchange<D>>, TrainError> {
-        let Some(comm) = &self.mesh.matrices else {
-            return Ok(None);
-        };
-        let stream = match self.settings.overlap {
-            true => {
-                let name = format!("rank {} matrices", self.comm.rank());
-                self.pool.device().create_urgent_stream(&name)?
-            }
-            false => self.compute.clone(),
-        };
-        Ok(Some(CommExchange::new(Arc::clone(comm), stream)))
-    }
-}
-
-/// Splits the data ranks by the groups among which the optimizer's state is sharded, in the order
-/// of shards. All ranks call it.
-pub(crate) fn split_by_shards<D: Device>(
-    data: &dyn Communicator<D>,
-    layouts: &GridLayout,
-    settings: &Settings,
-) -> Result<Arc<dyn Communicator<D>>, CommError> {
-    let is_sharded = settings.stage.shards_optimizer();
-    let in_groups = is_sharded && layouts.sharding() == Sharding::Replicated;
-    data.split_by(&|rank| {
-        let rank = rank as u64;
-        let shard = match is_sharded {
-            true => layouts.optimizer(rank).1,
-            false => rank,
-        };
-        let group = match in_groups {
-            true => layouts.grid().group_of(rank),
-            false => 0,
-        };
-        (group as usize, shard as usize)
-    })
-}
-
-/// The exchange of an optimizer of the host, on a device that is the host.
-pub(crate) struct HostExchange<D: Device> {
-    pub(crate) of_device: CommExchange<D>,
-    pub(crate) device: D,
-    /// Behind the exchanges.
-    pub(crate) done: HostStream,
-    pub(crate) limit: Duration,
-}
-
-impl<D: Device> AllToAll<HostDevice> for HostExchange<D> {
-    fn all_to_all(
-        &self,
-        stream: &HostStream,
-        send: (AnySlice, &[usize]),
-        recv: (AnySlice, &[usize]),
-    ) -> Result<HostEvent, OptimError> {
-        let Self { of_device, .. } = self;
-        let ready = stream.record()?;
-        self.device
-            .wait_for_host(of_device.stream(), &ready, self.limit)?;
-        let exchanged = of_device.enqueue(send, recv)?;
-        self.device.host_waits(&self.done, &exchanged, self.limit)?;
-        Ok(self.done.record()?)
     }
 }

@@ -35,13 +35,13 @@ use zero_optim::{
 };
 
 use crate::error::TrainError;
-use crate::muon::HostExchange;
 use crate::offload::drain::drain;
 use crate::offload::host_params::{HostParams, SharedParams};
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::offload::unit_file::UnitFile;
 use crate::rank::Rank;
 use crate::rank_exchange::RankExchange;
+use crate::stages::matrix_exchange::HostExchange;
 use crate::step::inputs::StepInputs;
 use crate::telemetry::metrics::NvmeBytes;
 

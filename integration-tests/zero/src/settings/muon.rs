@@ -6,7 +6,6 @@ use zero_config::DsMuon;
 use zero_kernels::{MatrixScale, Muon};
 use zero_trainer::{MuonSettings, Settings};
 
-use super::args::TrainArgs;
 use crate::flags::parse_whole;
 
 /// The optimizer.
@@ -87,6 +86,27 @@ impl MuonArgs {
         }
     }
 
+    /// Muon in a run whose weight decay is `weight_decay`.
+    pub(crate) fn settings(&self, weight_decay: f64) -> MuonSettings {
+        let own = Muon::default();
+        let rule = Muon {
+            weight_decay,
+            momentum: self.muon_momentum.unwrap_or(own.momentum),
+            ns_steps: self.ns_steps.unwrap_or(own.ns_steps),
+            adjust: match self.muon_adjust {
+                Some(MuonAdjust::MatchRmsAdamw) => MatrixScale::MatchRmsAdamw,
+                Some(MuonAdjust::Original) | None => MatrixScale::Original,
+            },
+            ..own
+        };
+        MuonSettings {
+            by_default: self.optimizer == Some(OptimizerChoice::Muon),
+            lr: self.muon_lr,
+            rule,
+            ..MuonSettings::new(zero_models::matrices_of)
+        }
+    }
+
     /// Those of a configuration file.
     pub(crate) fn of_file(muon: &DsMuon) -> Self {
         Self {
@@ -96,28 +116,6 @@ impl MuonArgs {
             muon_adjust: None,
             ns_steps: muon.ns_steps,
         }
-    }
-}
-
-/// Muon in a run.
-pub(crate) fn settings(all: &TrainArgs) -> MuonSettings {
-    let args = &all.muon;
-    let own = Muon::default();
-    let rule = Muon {
-        weight_decay: all.weight_decay.unwrap_or(0.01),
-        momentum: args.muon_momentum.unwrap_or(own.momentum),
-        ns_steps: args.ns_steps.unwrap_or(own.ns_steps),
-        adjust: match args.muon_adjust {
-            Some(MuonAdjust::MatchRmsAdamw) => MatrixScale::MatchRmsAdamw,
-            Some(MuonAdjust::Original) | None => MatrixScale::Original,
-        },
-        ..own
-    };
-    MuonSettings {
-        by_default: args.optimizer == Some(OptimizerChoice::Muon),
-        lr: args.muon_lr,
-        rule,
-        ..MuonSettings::new(zero_models::matrices_of)
     }
 }
 

@@ -11,7 +11,6 @@ use super::args::TrainArgs;
 use super::communication;
 use super::formats_of_run;
 use super::mesh::{self, Shares};
-use super::muon;
 use super::offload::{self, Offloaded};
 use super::optimizer;
 use super::sources::{Conditions, RunSources};
@@ -86,8 +85,8 @@ pub(crate) fn settings(
 
     let mut settings = Settings {
         mesh: mesh::settings(&from, &run, notices)?,
+        muon: from.all.muon.settings(rules.hyper.weight_decay),
         optimizer: rules,
-        muon: muon::settings(&from.all),
         groups: optimizer::groups(&from.all),
         adapters: shape.adapters,
         offload,
