@@ -177,13 +177,17 @@ impl Adapters {
     }
 }
 
-/// The model of a checkpoint with its adapters; `None` if its run had none.
+/// The model of a checkpoint with its adapters; `None` if its run had none. That may be any model,
+/// also one without a configuration.
 ///
 /// # Errors
 /// Its configuration is invalid.
 pub fn adapted_model(reader: &Reader) -> Result<Option<ModelConfig>, HfError> {
-    let (config, _) = super::config_of(reader)?;
-    Ok(config.lora().is_some().then_some(config))
+    let model_config = &reader.manifest().model_config;
+    match model_config.get(lora::KEY) {
+        Some(_) => super::config_of(reader).map(|(config, _)| Some(config)),
+        None => Ok(None),
+    }
 }
 
 /// The transpose of `[rows, cols]`.
