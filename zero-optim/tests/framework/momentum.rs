@@ -270,7 +270,8 @@ fn rules_that_cannot_work_are_refused() {
     };
     assert_eq!(
         refused(Muon::default(), |groups| groups),
-        "the update rule muon needs whole parameters, which is not supported yet"
+        "unit unit: the update rule muon updates whole matrices, and 8 of its elements are in none; pass them to \
+         `OptimizerBuilder::matrices`, or give these parameters another rule"
     );
     assert_eq!(
         refused(diverging, |groups| groups),

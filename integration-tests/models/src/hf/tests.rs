@@ -286,7 +286,8 @@ fn adapter_is_named() {
     let lora = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight";
     let stored = [(lora.to_owned(), vec![2, 4], vec![0.0; 8])];
     let error = open_error(folder_of(&tiny(), &stored).path());
-    assert!(error.contains("merge_and_unload"), "{error}");
+    let remedy = "pass its model as --model, and this folder as --lora";
+    assert!(error.contains(remedy), "{error}");
 }
 
 #[test]
