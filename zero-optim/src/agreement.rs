@@ -380,6 +380,7 @@ impl<D: Device> ShardedOptimizer<D> {
             updates,
             // Derived from the rules.
             launch_of: _,
+            matrix_rules: _,
             launch_rules: _,
             rates: _,
             // Of this rank's elements.

@@ -174,7 +174,7 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
             None => check_elements(&segments, &groups, |_| 0)?,
         }
         let exchange = self.matrices.map(|(matrices, comm)| MatrixExchange {
-            matrices: Arc::new(matrices),
+            matrices,
             comm,
             pool: pool.clone(),
         });

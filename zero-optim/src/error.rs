@@ -235,12 +235,14 @@ pub enum OptimError {
     /// A matrix whose parameter has a rule that works element by element, or is frozen.
     #[error("unit {unit} has matrices in group {group}, whose update rule does not see matrices")]
     NoMatrixRule { unit: String, group: usize },
-    /// A matrix that is not in its parameter.
-    #[error("{param} of {elems} elements does not contain {matrix:?}")]
-    Matrix {
+    /// Matrices that are not all of their parameter.
+    #[error(
+        "{param} of shape {shape:?}: each of its elements must be in one matrix, and these are {matrices:?}"
+    )]
+    Matrices {
         param: String,
-        matrix: crate::Matrix,
-        elems: u64,
+        shape: Vec<u64>,
+        matrices: Vec<crate::Matrix>,
     },
     /// A unit's update without other units of its wave.
     #[error(

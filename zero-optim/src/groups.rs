@@ -18,7 +18,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
 use zero_kernels::step::StepRates;
-use zero_kernels::{StepPoint, UpdateRule};
+use zero_kernels::{MatrixRule, StepPoint, UpdateRule};
 use zero_shard::{BlockFormat, Layout, ParamId, ShardError};
 
 use crate::format::{StateArrays, StateFormat};
@@ -216,6 +216,8 @@ pub(crate) struct Resolved {
     pub(crate) launch_rules: Vec<LaunchRules>,
     /// The update rules; the first is the optimizer's own.
     pub(crate) updates: Vec<Arc<dyn UpdateRule>>,
+    /// The phases of each behind the exchange of whole matrices, if it has them.
+    pub(crate) matrix_rules: Vec<Option<MatrixRule>>,
     /// The arrays of state that elements have.
     pub(crate) arrays: Vec<StateArrays>,
     /// One for each element of the step's scalars; the first is the optimizer's own.
@@ -441,6 +443,11 @@ impl ParamGroups {
             assigned: self.assigned.clone(),
             pieces,
             launch_rules: distinct.launches,
+            matrix_rules: distinct
+                .updates
+                .iter()
+                .map(|update| update.matrix_rule())
+                .collect(),
             updates: distinct.updates,
             arrays: distinct.arrays,
             rates: distinct.rates,
@@ -580,10 +587,9 @@ impl Resolved {
         self.launch_of[group].map(|[launch, _]| self.launch_rules[launch].update)
     }
 
-    /// Whether these launch rules update whole matrices.
-    pub(crate) fn sees_matrices(&self, rules: usize) -> bool {
-        let update = self.launch_rules[rules].update;
-        self.updates[update].matrix_rule().is_some()
+    /// The rule of whole matrices of these launch rules, if they have one.
+    pub(crate) fn matrix_rule(&self, rules: usize) -> Option<&MatrixRule> {
+        self.matrix_rules[self.launch_rules[rules].update].as_ref()
     }
 
     /// Sets the rules of a group that is not frozen.

@@ -54,16 +54,8 @@ impl Matrix {
 
     /// The matrices of a layer whose outputs are those of several, `outputs` each, such as queries,
     /// keys and values.
-    ///
-    /// # Panics
-    /// The layer has fewer outputs.
     #[must_use]
     pub fn split(self, outputs: &[usize]) -> Vec<Self> {
-        let of_layer = self.outputs();
-        assert!(
-            outputs.iter().sum::<usize>() <= of_layer,
-            "{outputs:?} of {of_layer} outputs"
-        );
         let starts = outputs.iter().scan(0, |end, outputs| {
             let start = *end;
             *end += outputs;
@@ -123,7 +115,7 @@ impl Matrix {
 pub struct MatrixParam {
     /// The position of its rules in [`ParamGroups::rules`](crate::ParamGroups::rules).
     pub group: usize,
-    /// Its matrices, which share no element. Elements outside of them are not updated.
+    /// Its matrices: each element of the parameter is in one.
     pub matrices: Vec<Matrix>,
 }
 
@@ -136,8 +128,8 @@ pub struct Matrices {
     params: Vec<MatrixParam>,
     /// The first element of each unit's flat parameter that this rank has.
     firsts: Vec<u64>,
-    /// Those of each unit that this rank has and that belong to no parameter.
-    padding: Vec<u64>,
+    /// The ranges of this rank's segment of each unit that belong to no parameter.
+    padding: Vec<Vec<Range<usize>>>,
 }
 
 impl Matrices {
@@ -148,7 +140,7 @@ impl Matrices {
     /// units to share.
     ///
     /// # Errors
-    /// A matrix is not within its parameter.
+    /// The matrices of a parameter do not have its elements, each once.
     pub fn new(
         layout: &Layout,
         rank: u64,
@@ -162,15 +154,12 @@ impl Matrices {
             let Some(param) = matrices_of(id).filter(|param| !param.matrices.is_empty()) else {
                 continue;
             };
-            for matrix in &param.matrices {
-                let fits = matrix.range().end as u64 <= placed.numel_elems;
-                if !fits || matrix.row_stride < matrix.cols {
-                    return Err(OptimError::Matrix {
-                        param: placed.name.clone(),
-                        matrix: *matrix,
-                        elems: placed.numel_elems,
-                    });
-                }
+            if !are_all(&param.matrices, placed.numel_elems as usize) {
+                return Err(OptimError::Matrices {
+                    param: placed.name.clone(),
+                    shape: placed.shape.clone(),
+                    matrices: param.matrices,
+                });
             }
             let cost = param.matrices.iter().map(Matrix::cost);
             costs.insert(id, cost.fold(0, u64::saturating_add));
@@ -184,9 +173,10 @@ impl Matrices {
         });
         let held: Vec<Range<u64>> = held.collect();
         let padding = layout.units().iter().zip(&held).map(|(unit, held)| {
-            let within = |gap: Range<u64>| gap.start.max(held.start)..gap.end.min(held.end);
-            let gaps = unit.padding().map(within);
-            gaps.map(|gap| gap.end.saturating_sub(gap.start)).sum()
+            let in_segment = |at: u64| (at.clamp(held.start, held.end) - held.start) as usize;
+            let gaps = unit.padding();
+            gaps.map(|gap| in_segment(gap.start)..in_segment(gap.end))
+                .collect()
         });
         Ok(Self {
             rank,
@@ -199,25 +189,29 @@ impl Matrices {
 
     /// Checks that the elements of matrices, and no others, have rules that see matrices.
     pub(crate) fn check(&self, segments: &[Segment], groups: &Resolved) -> Result<(), OptimError> {
-        let mut in_matrices = vec![0; segments.len()];
+        let seen = |unit, elems| {
+            let trained = groups.trained(unit, elems);
+            let seen = trained.filter(|(_, _, rules)| groups.matrix_rule(*rules).is_some());
+            seen.map(|(elems, _, _)| elems.len()).sum::<usize>()
+        };
+        let padding = |(unit, gaps): (usize, &Vec<Range<usize>>)| {
+            gaps.iter().map(|gap| seen(unit, gap.clone())).sum()
+        };
+        let mut allowed: Vec<usize> = self.padding.iter().enumerate().map(padding).collect();
         for wave in self.waves() {
             for part in wave.held().parts {
                 let unit = part.param.id.unit;
                 let elems = wave.in_segment(&part);
-                let trained = groups.trained(unit, elems.clone());
-                let seen = trained.filter(|(_, _, rules)| groups.sees_matrices(*rules));
-                let seen: usize = seen.map(|(elems, _, _)| elems.len()).sum();
-                if seen < elems.len() {
+                if seen(unit, elems.clone()) < elems.len() {
                     return Err(OptimError::NoMatrixRule {
                         unit: segments[unit].name.clone(),
                         group: part.matrices.group,
                     });
                 }
-                in_matrices[unit] += seen;
+                allowed[unit] += elems.len();
             }
         }
-        let padding = |unit: usize| self.padding[unit] as usize;
-        check_elements(segments, groups, |unit| in_matrices[unit] + padding(unit))
+        check_elements(segments, groups, |unit| allowed[unit])
     }
 
     /// Whether there are none.
@@ -244,6 +238,28 @@ impl Matrices {
     }
 }
 
+/// Whether each of `elems` elements is in one of the matrices.
+fn are_all(matrices: &[Matrix], elems: usize) -> bool {
+    if let [matrix] = matrices
+        && matrix.row_stride == matrix.cols
+    {
+        return matrix.range() == (0..elems);
+    }
+    let mut free = vec![true; elems];
+    let in_one = |matrix: &Matrix| {
+        let rows = (0..matrix.rows).map(|row| {
+            let start = row.checked_mul(matrix.row_stride)?;
+            let start = start.checked_add(matrix.first)?;
+            Some(start..start.checked_add(matrix.cols)?)
+        });
+        rows.into_iter().all(|row| {
+            let of_row = row.and_then(|row| free.get_mut(row));
+            of_row.is_some_and(|row| row.iter_mut().all(std::mem::take))
+        })
+    };
+    matrices.iter().all(in_one) && !free.contains(&true)
+}
+
 /// Checks that of each unit's elements with rules that see matrices at most `allowed` exist.
 pub(crate) fn check_elements(
     segments: &[Segment],
@@ -252,7 +268,7 @@ pub(crate) fn check_elements(
 ) -> Result<(), OptimError> {
     for (unit, segment) in segments.iter().enumerate() {
         let trained = groups.trained(unit, 0..segment.len());
-        let seen = trained.filter(|(_, _, rules)| groups.sees_matrices(*rules));
+        let seen = trained.filter(|(_, _, rules)| groups.matrix_rule(*rules).is_some());
         let seen: Vec<_> = seen.collect();
         let elems: usize = seen.iter().map(|(elems, _, _)| elems.len()).sum();
         if let Some((_, _, rules)) = seen.first().filter(|_| elems > allowed(unit)) {
@@ -394,7 +410,7 @@ pub trait AllToAll<D: Device>: Send + Sync {
 
 /// [`Matrices`] with what an update needs.
 pub(crate) struct MatrixExchange<D: Device> {
-    pub(crate) matrices: Arc<Matrices>,
+    pub(crate) matrices: Matrices,
     pub(crate) comm: Arc<dyn AllToAll<D>>,
     pub(crate) pool: zero_alloc::Pool<D>,
 }

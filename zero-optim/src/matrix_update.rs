@@ -14,6 +14,9 @@
 //! | whole | those parameters |
 //! | scratch | [`Kernels::orthogonalise_scratch_elems`] of the largest matrix |
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+
 use zero_alloc::device::{AnySlice, DType, Device, Stream};
 use zero_alloc::{Block, Purpose};
 use zero_kernels::{MatrixRule, OrthogonaliseArgs};
@@ -220,18 +223,25 @@ impl<D: Device> ShardedOptimizer<D> {
         (block, phase): (&Block<D>, fn(AnySlice) -> Phase),
         slices_of: &impl Fn(usize) -> Option<&'a UnitSlices<'a, D>>,
     ) -> Result<(), OptimError> {
-        let mut launches = Vec::new();
+        let mut of_units = BTreeMap::new();
         for part in &held.parts {
             let unit = part.param.id.unit;
-            let missing = || OptimError::PartOfWave {
-                unit: self.segments[unit].name.clone(),
-            };
-            let slices = slices_of(unit).ok_or_else(missing)?;
+            if let Entry::Vacant(of_unit) = of_units.entry(unit) {
+                let missing = || OptimError::PartOfWave {
+                    unit: self.names[unit].clone(),
+                };
+                let slices = slices_of(unit).ok_or_else(missing)?;
+                of_unit.insert(self.unit_launches(stream, unit, slices)?);
+            }
+        }
+
+        let mut launches = Vec::new();
+        for part in &held.parts {
             let elems = wave.in_segment(part);
-            for (of_launch, launch) in self.unit_launches(stream, unit, slices)? {
+            for (of_launch, launch) in &of_units[&part.param.id.unit] {
                 let start = of_launch.start.max(elems.start);
                 let end = of_launch.end.min(elems.end);
-                if start >= end || !self.groups.sees_matrices(launch.rules) {
+                if start >= end || self.groups.matrix_rule(launch.rules).is_none() {
                     continue;
                 }
                 let at = part.at + start - elems.start;
@@ -273,10 +283,10 @@ impl<D: Device> ShardedOptimizer<D> {
     }
 
     /// The rule of a parameter's matrices.
-    fn matrix_rule(&self, part: &Part<'_>) -> Result<MatrixRule, OptimError> {
+    fn matrix_rule(&self, part: &Part<'_>) -> Result<&MatrixRule, OptimError> {
         let group = part.matrices.group;
         let update = self.groups.update_of(group);
-        let rule = update.and_then(|update| self.groups.updates[update].matrix_rule());
+        let rule = update.and_then(|update| self.groups.matrix_rules[update].as_ref());
         rule.ok_or_else(|| OptimError::NoMatrixRule {
             unit: self.names[part.param.id.unit].clone(),
             group,

@@ -1,7 +1,6 @@
 //! The launches of an update.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use zero_alloc::device::{Device, DeviceKind, DeviceSlice};
 use zero_kernels::{Kernels, Rounding, StepScalars, UpdateArgs, Weights};
@@ -30,7 +29,7 @@ impl<D: Device> ShardedOptimizer<D> {
                 launches.extend(all.map(|(_, launch)| launch));
             }
             let groups = &optim.groups;
-            launches.retain(|launch| !groups.sees_matrices(launch.rules));
+            launches.retain(|launch| groups.matrix_rule(launch.rules).is_none());
             optim.enqueue_launches(stream, launches)
         };
         let enqueued = self.update_matrices(stream, &units, of_elements);
@@ -160,7 +159,7 @@ impl<D: Device> Launcher<'_, D> {
             },
         };
 
-        let rule = Arc::clone(&self.groups.updates[rules.update]);
+        let rule = &self.groups.updates[rules.update];
         let (rule, weights, slots, grad) = match launch.phase {
             Phase::Update => (rule, weights, piece.slots.clone(), launch.grad),
             Phase::Direction(direction) => {
@@ -171,7 +170,8 @@ impl<D: Device> Launcher<'_, D> {
                 (rule, direction, piece.slots.clone(), launch.grad)
             }
             Phase::Apply(update) => {
-                let apply = rule.matrix_rule().map_or(rule, |rule| rule.apply);
+                let of_matrices = self.groups.matrix_rule(launch.rules);
+                let apply = of_matrices.map_or(rule, |rule| &rule.apply);
                 (apply, weights, Vec::new(), update)
             }
         };
@@ -186,6 +186,6 @@ impl<D: Device> Launcher<'_, D> {
                 first: launch.state.start as u64,
             },
         };
-        Ok(self.kernels.update(stream, &rule, args)?)
+        Ok(self.kernels.update(stream, rule, args)?)
     }
 }

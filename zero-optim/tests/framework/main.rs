@@ -19,6 +19,7 @@ mod differences;
 mod hooks;
 mod misuse;
 mod momentum;
+mod muon_groups;
 #[cfg(feature = "cuda")]
 mod on_cuda;
 
