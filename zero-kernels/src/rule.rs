@@ -154,6 +154,38 @@ impl SettingError {
             range,
         })
     }
+
+    /// Returns an error unless the value is a finite number, 0 or above.
+    ///
+    /// # Errors
+    /// It is not.
+    pub fn from_zero(setting: &'static str, value: f64) -> Result<(), Self> {
+        let holds = value.is_finite() && value >= 0.0;
+        Self::unless(holds, setting, value, "a finite number, 0 or above")
+    }
+
+    /// Returns an error unless the value is a decay rate: at least 0, below 1.
+    ///
+    /// # Errors
+    /// It is not.
+    pub fn decay(setting: &'static str, value: f64) -> Result<(), Self> {
+        let holds = (0.0..1.0).contains(&value);
+        Self::unless(holds, setting, value, "at least 0, below 1")
+    }
+}
+
+/// The slots, if there are `N`.
+pub(crate) fn exactly<'a, const N: usize>(
+    what: &'static str,
+    slots: Vec<&'a mut [f32]>,
+) -> Result<[&'a mut [f32]; N], KernelError> {
+    slots
+        .try_into()
+        .map_err(|slots: Vec<_>| KernelError::LengthMismatch {
+            what: what.into(),
+            expected: N,
+            got: slots.len(),
+        })
 }
 
 /// An update rule with its hyperparameters.

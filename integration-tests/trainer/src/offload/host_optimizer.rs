@@ -104,8 +104,8 @@ impl<D: Device> HostOptimizer<D> {
             None => builder,
         };
 
-        let builder = match (rank.matrices(true)?, rank.exchange()?) {
-            (Some(matrices), Some(of_device)) => {
+        let builder = match rank.matrices(true)? {
+            Some((matrices, of_device)) => {
                 let exchange = HostExchange {
                     of_device,
                     device: rank.pool.device().clone(),
@@ -117,7 +117,7 @@ impl<D: Device> HostOptimizer<D> {
                 };
                 builder.matrices(matrices, Arc::new(exchange))
             }
-            _ => builder,
+            None => builder,
         };
 
         let optimizer = builder.build(segments)?;

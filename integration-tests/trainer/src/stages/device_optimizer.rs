@@ -39,9 +39,9 @@ impl<D: Device> DeviceOptimizer<D> {
             .param_dtype(settings.dtype)
             .groups(&groups)
             .format(settings.offload.format);
-        let optimizer = match (rank.matrices(false)?, rank.exchange()?) {
-            (Some(matrices), Some(exchange)) => optimizer.matrices(matrices, Arc::new(exchange)),
-            _ => optimizer,
+        let optimizer = match rank.matrices(false)? {
+            Some((matrices, exchange)) => optimizer.matrices(matrices, Arc::new(exchange)),
+            None => optimizer,
         };
         Ok(Self {
             optimizer: optimizer.build(segments)?,

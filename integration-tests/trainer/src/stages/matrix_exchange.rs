@@ -12,11 +12,14 @@ use crate::error::TrainError;
 use crate::rank::Rank;
 
 impl<D: Device> Rank<D> {
-    /// The matrices of this rank's part of the state, if there are any.
-    pub(crate) fn matrices(&self, by_unit: bool) -> Result<Option<Matrices>, TrainError> {
-        if !self.groups.has_matrices() {
+    /// The matrices of this rank's part of the state, if there are any, and their exchange.
+    pub(crate) fn matrices(
+        &self,
+        by_unit: bool,
+    ) -> Result<Option<(Matrices, CommExchange<D>)>, TrainError> {
+        let Some(comm) = &self.mesh.matrices else {
             return Ok(None);
-        }
+        };
         let replicated = !self.settings.stage.shards_optimizer();
         let (layout, shard) = match replicated {
             true => (self.layouts.parts(), self.index()),
@@ -28,14 +31,7 @@ impl<D: Device> Rank<D> {
             let matrices = (self.settings.muon.matrices_of)(&param.name, &param.shape);
             Some(MatrixParam { group, matrices })
         };
-        Ok(Some(Matrices::new(layout, shard, replicated, by_unit, of)?))
-    }
-
-    /// The exchange of this rank's matrices.
-    pub(crate) fn exchange(&self) -> Result<Option<CommExchange<D>>, TrainError> {
-        let Some(comm) = &self.mesh.matrices else {
-            return Ok(None);
-        };
+        let matrices = Matrices::new(layout, shard, replicated, by_unit, of)?;
         let stream = match self.settings.overlap {
             true => {
                 let name = format!("rank {} matrices", self.comm.rank());
@@ -43,7 +39,8 @@ impl<D: Device> Rank<D> {
             }
             false => self.compute.clone(),
         };
-        Ok(Some(CommExchange::new(Arc::clone(comm), stream)))
+        let exchange = CommExchange::new(Arc::clone(comm), stream);
+        Ok(Some((matrices, exchange)))
     }
 }
 

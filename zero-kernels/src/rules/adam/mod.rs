@@ -22,7 +22,7 @@ use crate::error::KernelError;
 use crate::host::update::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices, with_floats};
 use crate::rule::{
     CudaKernel, SettingError, Slot, StepPoint, UpdateForm, UpdateRule, WeightsForm, entries,
-    float_index,
+    exactly, float_index,
 };
 use crate::step::{RULE_SCALARS, StepScalars};
 
@@ -148,18 +148,10 @@ impl UpdateRule for AdamHyper {
 
     fn check(&self) -> Result<(), SettingError> {
         for (name, beta) in [("beta1", self.beta1), ("beta2", self.beta2)] {
-            SettingError::unless(
-                (0.0..1.0).contains(&beta),
-                name,
-                beta,
-                "at least 0, below 1",
-            )?;
+            SettingError::decay(name, beta)?;
         }
-        for (name, x) in [("eps", self.eps), ("weight_decay", self.weight_decay)] {
-            let holds = x.is_finite() && x >= 0.0;
-            SettingError::unless(holds, name, x, "a finite number, 0 or above")?;
-        }
-        Ok(())
+        SettingError::from_zero("eps", self.eps)?;
+        SettingError::from_zero("weight_decay", self.weight_decay)
     }
 
     fn weight_decay(&self) -> f64 {
@@ -210,14 +202,7 @@ impl UpdateRule for AdamHyper {
             weight_decay,
             ..*self
         };
-        let [first_moment, second_moment] =
-            slots
-                .try_into()
-                .map_err(|slots: Vec<_>| KernelError::LengthMismatch {
-                    what: "adam: slots".into(),
-                    expected: 2,
-                    got: slots.len(),
-                })?;
+        let [first_moment, second_moment] = exactly("adam: slots", slots)?;
 
         match weights {
             WeightSlices::Remainder { param, remainder } => {

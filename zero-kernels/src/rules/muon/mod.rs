@@ -27,7 +27,7 @@ use crate::error::KernelError;
 use crate::host::update::{FloatSlice, UpdateSlices, WeightSlices, with_floats};
 use crate::rule::{
     CudaKernel, MatrixRule, MatrixScale, NewtonSchulz, SettingError, Slot, StepPoint, UpdateForm,
-    UpdateRule, WeightsForm, entries, float_index,
+    UpdateRule, WeightsForm, entries, exactly, float_index,
 };
 use crate::step::{RULE_SCALARS, StepScalars};
 
@@ -93,10 +93,8 @@ impl UpdateRule for Muon {
     }
 
     fn check(&self) -> Result<(), SettingError> {
-        let momentum = self.momentum;
-        let holds = (0.0..1.0).contains(&momentum);
-        SettingError::unless(holds, "momentum", momentum, "at least 0, below 1")?;
-        check_decay(self.weight_decay)?;
+        SettingError::decay("momentum", self.momentum)?;
+        SettingError::from_zero("weight_decay", self.weight_decay)?;
         let holds = (1..100).contains(&self.ns_steps);
         SettingError::unless(holds, "ns_steps", self.ns_steps.into(), "from 1 to 99")
     }
@@ -152,7 +150,7 @@ impl UpdateRule for Muon {
                 reason: "a direction is written in fp32: pass `Weights::Fp32` without `param_out`",
             });
         };
-        let [momentum] = exactly(slots)?;
+        let [momentum] = exactly("muon: slots", slots)?;
         with_floats!(FloatSlice, grad, grad => {
             host::direction(direction, momentum, grad, &scalars, self.nesterov)
         })
@@ -182,27 +180,6 @@ impl UpdateRule for Muon {
     }
 }
 
-fn check_decay(weight_decay: f64) -> Result<(), SettingError> {
-    let holds = weight_decay.is_finite() && weight_decay >= 0.0;
-    SettingError::unless(
-        holds,
-        "weight_decay",
-        weight_decay,
-        "a finite number, 0 or above",
-    )
-}
-
-/// The slots, if there are `N`.
-fn exactly<const N: usize>(slots: Vec<&mut [f32]>) -> Result<[&mut [f32]; N], KernelError> {
-    slots
-        .try_into()
-        .map_err(|slots: Vec<_>| KernelError::LengthMismatch {
-            what: "muon: slots".into(),
-            expected: N,
-            got: slots.len(),
-        })
-}
-
 /// The last phase: decays the weights, and subtracts the orthogonalised update.
 #[derive(Clone, Copy, Debug)]
 struct Apply {
@@ -226,7 +203,7 @@ impl UpdateRule for Apply {
     }
 
     fn check(&self) -> Result<(), SettingError> {
-        check_decay(self.weight_decay)
+        SettingError::from_zero("weight_decay", self.weight_decay)
     }
 
     fn weight_decay(&self) -> f64 {
@@ -252,7 +229,7 @@ impl UpdateRule for Apply {
             scalars,
             weight_decay,
         } = slices;
-        let [] = exactly(slots)?;
+        let [] = exactly("muon: slots", slots)?;
         let FloatSlice::F32(update) = grad else {
             return Err(KernelError::Refused {
                 what: "muon_apply",
