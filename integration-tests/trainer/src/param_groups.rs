@@ -20,7 +20,7 @@ use zero_shard::{
 };
 
 use crate::error::TrainError;
-use crate::muon::MuonSettings;
+use crate::muon_settings::MuonSettings;
 
 /// The name of a tensor of the unit in the middle.
 fn an_example(layout: &Layout) -> &str {

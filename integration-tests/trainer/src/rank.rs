@@ -14,12 +14,12 @@ use zero_optim::ParamGroups;
 use zero_shard::{GridLayout, Layout, Sharding};
 
 use crate::error::TrainError;
-use crate::matrices::{self, split_by_shards};
 use crate::mesh::Mesh;
 use crate::model::Pass;
 use crate::param_groups::ModelGroups;
 use crate::settings::Settings;
 use crate::stages::frozen::FrozenUnits;
+use crate::state_ranks::{self, split_by_shards};
 use crate::step::quant_sums::QuantSums;
 use crate::step::replay::Record;
 use crate::units::{CutUnits, RunUnits};
@@ -184,7 +184,7 @@ impl<D: Device> Rank<D> {
         let layout = Arc::new(layouts.params(0).0.clone());
         let groups = settings.resolve_groups(&layout)?;
         let is_host = pool.device().kind() == DeviceKind::Host;
-        matrices::check(settings, &groups, is_host)?;
+        state_ranks::check(settings, &groups, is_host)?;
         if groups.has_matrices() {
             mesh.matrices = Some(split_by_shards(&*mesh.data, &layouts, settings)?);
         }

@@ -14,7 +14,7 @@ use zero_shard::{
 use crate::error::TrainError;
 use crate::frozen_layout::in_blocks;
 use crate::mesh_settings::MeshSettings;
-use crate::muon::MuonSettings;
+use crate::muon_settings::MuonSettings;
 use crate::offload::settings::{Home, OffloadSettings};
 use crate::param_groups::{GroupRule, GroupSettings, KindOf, ModelGroups};
 use crate::quantised::{QuantisedGrads, wire_of};

@@ -6,7 +6,7 @@ mod block_kernels;
 #[path = "../common/mod.rs"]
 mod common;
 mod flat;
-mod muon;
+mod muon_kernels;
 mod order;
 mod refused;
 mod rig;
@@ -66,11 +66,11 @@ on_every_device! {
     #[cfg_attr(miri, ignore = "many values")] block_kernels::decode_to_every_type,
     #[cfg_attr(miri, ignore = "many values")] block_kernels::adam_with_8_bit_moments,
     #[cfg_attr(miri, ignore = "many values")] block_kernels::adam_with_4_bit_moments,
-    muon::direction_from_every_type,
-    #[cfg_attr(miri, ignore = "many values")] muon::momentum_in_blocks,
-    muon::apply_to_every_type,
-    muon::apply_with_remainders,
-    muon::muon_skips,
+    muon_kernels::direction_from_every_type,
+    #[cfg_attr(miri, ignore = "many values")] muon_kernels::momentum_in_blocks,
+    muon_kernels::apply_to_every_type,
+    muon_kernels::apply_with_remainders,
+    muon_kernels::muon_skips,
     flat::cast_from_fp32,
     flat::cast_from_bf16,
     flat::cast_from_fp16,

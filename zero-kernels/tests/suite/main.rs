@@ -10,7 +10,7 @@ mod laws;
 mod loader;
 mod oracle;
 #[cfg(not(miri))]
-mod orthogonalise;
+mod orthogonal_matrices;
 #[cfg(not(miri))]
 mod peers;
 mod remainder;

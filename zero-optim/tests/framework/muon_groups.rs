@@ -5,8 +5,11 @@ use zero_optim::Matrix;
 
 use super::*;
 
+/// A unit, and its parameters with their shapes.
+type Layer = (&'static str, [(&'static str, &'static [u64]); 3]);
+
 /// Two units of two matrices each, with a bias.
-const LAYERS: [(&str, [(&str, &[u64]); 3]); 2] = [
+const LAYERS: [Layer; 2] = [
     ("x", [("up", &[4, 6]), ("bias", &[1]), ("qkv", &[3, 12])]),
     ("y", [("up", &[6, 4]), ("bias", &[1]), ("qkv", &[3, 12])]),
 ];

@@ -2,8 +2,8 @@
 //! those of generation matrices in fp32 or bf16.
 
 use super::config::DecoderConfig;
+use crate::ops::adapted_linear::AdaptedLinear;
 use crate::ops::linear;
-use crate::ops::lora::AdaptedLinear;
 use crate::ops::norm::Norm;
 use crate::ops::{Span, head_norm, rope};
 

@@ -6,6 +6,7 @@
 //! threads, so a rank's results do not depend on timing. Matrix products in fp32 are faer's.
 
 pub mod activation;
+pub mod adapted_linear;
 pub mod attention;
 pub mod bf16;
 pub mod cross_entropy;
@@ -13,7 +14,6 @@ pub mod dropout;
 pub mod embedding;
 pub mod head_norm;
 pub mod linear;
-pub mod lora;
 pub(crate) mod math;
 pub mod mlp;
 pub mod norm;

@@ -1,6 +1,7 @@
 //! The whole trainer: PyTorch's numbers, bit identity of the stages, memory and traffic by the
 //! formulas, resume, overflow and failures.
 
+mod adapters_of_blocks;
 mod documents;
 mod dropout;
 mod ends;
@@ -9,7 +10,6 @@ mod frozen_in_blocks;
 mod gather_codec;
 mod groups;
 mod identical;
-mod lora;
 mod mesh;
 mod mesh_time;
 mod model;

@@ -7,8 +7,8 @@ use clap::{Args, ValueEnum};
 
 use crate::flags::{DTypeFlag, model_help, parse_gpu_memory, parse_params, parse_whole};
 use crate::settings::args::{MeshArgs, OffloadArgs, TrainArgs};
-use crate::settings::lora::LoraChoice;
-use crate::settings::muon::MuonArgs;
+use crate::settings::lora_flags::LoraChoice;
+use crate::settings::muon_flags::MuonArgs;
 use crate::settings::quantise::QuantiseArgs;
 
 /// The architectures that a shape can have.

@@ -11,8 +11,8 @@ use zero_optim::{LossScaling, Masters, Moments};
 use zero_trainer::Home;
 use zero_trainer::param_groups::ParamGroup;
 
-use super::lora::LoraChoice;
-use super::muon::MuonArgs;
+use super::lora_flags::LoraChoice;
+use super::muon_flags::MuonArgs;
 use super::outputs::OutputPaths;
 use super::quantise::QuantiseArgs;
 use super::stage_choice::{StageChoice, parse_stage};

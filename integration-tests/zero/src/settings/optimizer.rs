@@ -7,7 +7,7 @@ use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
 use zero_trainer::param_groups::GroupSettings;
 
 use super::args::TrainArgs;
-use super::muon::OptimizerChoice;
+use super::muon_flags::OptimizerChoice;
 use super::schedule;
 use super::sources::{RunSources, Sources};
 use crate::error::CliError;

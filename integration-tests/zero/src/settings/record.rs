@@ -14,7 +14,7 @@ use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{OffloadSettings, ReplicaChecks, Settings};
 
 use super::args::{DeviceChoice, MeshArgs, TrainArgs};
-use super::muon::MuonArgs;
+use super::muon_flags::MuonArgs;
 use super::outputs::OutputPaths;
 use super::quantise::QuantiseArgs;
 use super::samples::SampleRecord;

@@ -6,7 +6,7 @@ use zero_comm::PrefetchOptions;
 use zero_shard::ZeroStage;
 
 use super::args::{MeshArgs, TrainArgs, Unflagged};
-use super::muon::MuonArgs;
+use super::muon_flags::MuonArgs;
 use super::offload::MIN_SUB_GROUP_ELEMS;
 use super::quantise::QuantiseArgs;
 use super::record::RunRecord;

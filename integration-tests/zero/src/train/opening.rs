@@ -8,7 +8,7 @@ use zero_optim::Masters;
 use super::setup::RunSetup;
 use crate::output::counted;
 use crate::settings::outputs::Output;
-use crate::settings::{muon, optimizer, validation};
+use crate::settings::{muon_flags, optimizer, validation};
 
 /// The settings of the run.
 pub(crate) fn text(setup: &RunSetup) -> String {
@@ -158,7 +158,7 @@ fn optimizer(lines: &mut Lines, setup: &RunSetup) {
         && groups.has_matrices()
     {
         let [adamw, muon] = groups.tensors_by_rule(&setup.layout);
-        lines.add("by Muon", &muon::describe(&setup.settings.muon));
+        lines.add("by Muon", &muon_flags::describe(&setup.settings.muon));
         lines.add("its tensors", &muon.join(", "));
         lines.add("by AdamW", &adamw.join(", "));
     }

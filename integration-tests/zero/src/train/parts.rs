@@ -26,7 +26,7 @@ use crate::settings::batch;
 use crate::settings::collectives::{self, Route};
 use crate::settings::epochs::{self, Course};
 use crate::settings::mesh::{Shares, check_tensor_flags};
-use crate::settings::muon::MuonArgs;
+use crate::settings::muon_flags::MuonArgs;
 use crate::settings::offload::resolve_folders;
 use crate::settings::quantise::QuantiseArgs;
 use crate::settings::record::{

@@ -1,5 +1,6 @@
 //! The program `zero` as a user starts it, in one test program, because linking several is slow.
 
+mod adapter_commands;
 mod alone;
 mod breakdown;
 mod ckpt;
@@ -12,7 +13,6 @@ mod generate;
 #[cfg(target_os = "linux")]
 mod kept;
 mod launcher;
-mod lora;
 #[cfg(target_os = "linux")]
 mod memory;
 mod monitors;

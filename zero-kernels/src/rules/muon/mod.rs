@@ -15,7 +15,7 @@
 //! lines, its [`MatrixRule`] has the others. Source: Jordan et al., Muon: an optimizer for hidden
 //! layers in neural networks, 2024.
 
-mod host;
+mod phases;
 
 use std::sync::Arc;
 
@@ -152,7 +152,7 @@ impl UpdateRule for Muon {
         };
         let [momentum] = exactly("muon: slots", slots)?;
         with_floats!(FloatSlice, grad, grad => {
-            host::direction(direction, momentum, grad, &scalars, self.nesterov)
+            phases::direction(direction, momentum, grad, &scalars, self.nesterov)
         })
     }
 
@@ -236,7 +236,7 @@ impl UpdateRule for Apply {
                 reason: "the orthogonalised update is in fp32: pass it so, in place of a gradient",
             });
         };
-        host::apply(weights, update, &scalars, weight_decay as f32)
+        phases::apply(weights, update, &scalars, weight_decay as f32)
     }
 
     fn cuda_kernel(&self, form: &UpdateForm, weight_decay: f64) -> Option<CudaKernel> {

@@ -1,4 +1,4 @@
-// The element-wise phases of Muon. Host version: host.rs; the formula and its sources are in mod.rs.
+// The element-wise phases of Muon. Host version: phases.rs; the formula and its sources are in mod.rs.
 //
 // muon_GRAD writes the direction: 14 bytes an element with bf16 gradients, the momentum read and written, the gradient
 // read, the direction written. Grid: any number of blocks; Span::blocks has one warp per tile. Streams of `span.wide`:

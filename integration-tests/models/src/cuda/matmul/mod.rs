@@ -9,8 +9,8 @@
 
 mod kept;
 mod library;
-mod operands;
 mod product;
+mod product_operands;
 mod timing;
 
 use std::collections::HashMap;
@@ -25,11 +25,11 @@ use zero_alloc::device::{AnySlice, DType, DeviceError, Memory};
 
 use super::error::{OpError, check_len};
 use library::{Algorithm, CublasLt};
-use operands::{Key, alignment, check};
 use product::{Addresses, Attribute, Description, Layouts, MatrixLayout, data_type};
+use product_operands::{Key, alignment, check};
 
 pub use super::error::LibraryError;
-pub use operands::{Epilogue, Matrix, Product};
+pub use product_operands::{Epilogue, Matrix, Product};
 pub use timing::{FOLDER_VARIABLE, TIMING_VARIABLE, Timing};
 
 /// Checks that cuBLASLt can be loaded.
