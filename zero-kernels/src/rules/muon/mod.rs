@@ -10,10 +10,10 @@
 //! w = fma(-lr, o, w)
 //! ```
 //!
-//! `lerp(a, b, t)` is PyTorch's: `fma(t, b - a, a)` for t below 1/2, else `fma(t - 1, b - a, b)`. This is
-//! the order of `torch.optim.Muon`, which computes `o` in bf16. [`Muon`] is the rule of the first two
-//! lines, its [`MatrixRule`] has the others. Source: Jordan et al., Muon: an optimizer for hidden
-//! layers in neural networks, 2024.
+//! `lerp(a, b, t)` is PyTorch's: `fma(t, b - a, a)` for t below 1/2, else `fma(t - 1, b - a, b)`.
+//! This is the order of `torch.optim.Muon`, which computes `o` in bf16. [`Muon`] is the rule of the
+//! first two lines, its [`MatrixRule`] has the others. Source: Jordan et al., Muon: an optimizer for
+//! hidden layers in neural networks, 2024.
 
 mod phases;
 
