@@ -64,6 +64,7 @@ fn program_bytes(folder: &Path) -> u64 {
 fn process_holds_what_ranks_report() {
     let folder = &on_disk();
     write_model(folder);
+    let program = program_bytes(folder);
     let no_save = "--no-checkpoint";
     let both = [no_save, "--checkpoint saved"];
     for (stage, dtype, saving) in [
@@ -76,7 +77,7 @@ fn process_holds_what_ranks_report() {
             let run = format!("--stage {stage} --dtype {dtype} {saves}");
             let (reported, held) = peaks(folder, &run);
             // The program, its libraries and the buffers of matrix products are not the ranks'.
-            let most = reported + reported / 10 + (40 << 20);
+            let most = reported + reported / 10 + program;
             assert!(
                 (reported * 9 / 10..most).contains(&held),
                 "{run}: {held} bytes held, {reported} reported"
