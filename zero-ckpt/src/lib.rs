@@ -31,7 +31,7 @@ pub use format::manifest::{DocumentRecord, FileRecord, LayoutRecord, MANIFEST_NA
 pub use format::model::ModelSpec;
 pub use format::tensor_folder::TensorFolder;
 pub use format::tensor_parallel::{TENSOR_PARALLEL_JSON, TensorParallel, TensorParam, TensorUnit};
-pub use load::export::{ExportOptions, ExportReport};
+pub use load::export::{ExportOptions, ExportReport, ReadTensor, export};
 pub use load::newest::{Resolved, count_checkpoints, has_checkpoints, resolve};
 pub use load::on_ranks::Selection;
 pub use load::reader::Reader;

@@ -35,6 +35,9 @@ pub enum Counts {
     Uneven(Arc<[usize]>),
     /// This many elements in all, in segments as equal as possible, the longer ones first.
     Balanced(usize),
+    /// The elements that this rank sends to each rank, and those that it receives from it; the
+    /// whole buffer is `send`. Each rank has its own.
+    Pairs(Arc<[[usize; 2]]>),
 }
 
 impl Counts {
@@ -47,6 +50,20 @@ impl Counts {
                 start..start + counts[rank]
             }
             Self::Balanced(len) => balanced_range(*len, world_size, rank),
+            Self::Pairs(counts) => {
+                let start = counts[..rank].iter().map(|[sent, _]| sent).sum();
+                start..start + counts[rank][0]
+            }
+        }
+    }
+
+    /// The division of `recv` in an all-to-all, whose `send` is divided by `self`.
+    pub fn received(&self) -> Self {
+        match self {
+            Self::Pairs(counts) => {
+                Self::Pairs(counts.iter().map(|&[sent, got]| [got, sent]).collect())
+            }
+            even => even.clone(),
         }
     }
 
@@ -59,10 +76,18 @@ impl Counts {
                 Self::Even(n) => *n,
                 Self::Uneven(counts) => counts[rank],
                 Self::Balanced(len) => balanced_range(*len, world_size, rank).len(),
+                Self::Pairs(counts) => counts[rank][0],
             };
             start += len;
             start - len..start
         })
+    }
+
+    /// Elements of the longest segment.
+    #[cfg(all(feature = "processes", target_os = "linux"))]
+    pub(crate) fn longest(&self, world_size: usize) -> usize {
+        let segments = self.ranges(world_size);
+        segments.map(|segment| segment.len()).max().unwrap_or(0)
     }
 
     /// Elements of the whole buffer.
@@ -71,12 +96,14 @@ impl Counts {
             Self::Even(n) => n * world_size,
             Self::Uneven(counts) => counts.iter().sum(),
             Self::Balanced(len) => *len,
+            Self::Pairs(counts) => counts.iter().map(|[sent, _]| sent).sum(),
         }
     }
 }
 
-/// A rank's call of a collective. All ranks must make equal calls; a difference is a
-/// [`CommError::Mismatch`].
+/// A rank's call of a collective. All ranks must make equal calls, apart from [`Counts::Pairs`]; a
+/// difference is a [`CommError::Mismatch`]. Pairs of counts that do not match are a
+/// [`CommError::Unmatched`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Call {
@@ -107,7 +134,86 @@ impl Call {
     /// 10.
     #[cfg(any(feature = "mpi", feature = "processes"))]
     pub(crate) const fn max_serialized_bytes(world_size: usize) -> usize {
-        32 + 10 * world_size
+        32 + 20 * world_size
+    }
+
+    /// The part of the call that is equal on all ranks: of [`Counts::Pairs`], their number.
+    pub(crate) fn shared(&self) -> Self {
+        let mut call = self.clone();
+        if let Counts::Pairs(counts) = &mut call.segments {
+            *counts = counts.iter().map(|_| [0; 2]).collect();
+        }
+        call
+    }
+
+    /// Compares the calls of two ranks, apart from pairs of counts.
+    pub(crate) fn compare(
+        sequence: u64,
+        [call, other_call]: [&Self; 2],
+        [rank, other_rank]: [usize; 2],
+    ) -> Result<(), CommError> {
+        if call.shared() == other_call.shared() {
+            return Ok(());
+        }
+        Err(CommError::Mismatch {
+            sequence,
+            rank,
+            call: Box::new(call.clone()),
+            other_rank,
+            other_call: Box::new(other_call.clone()),
+        })
+    }
+
+    /// Compares the pairs of counts of all ranks, whose calls these are, by rank in the
+    /// communicator. `name` is the number of such a rank in errors.
+    #[cfg(any(feature = "mpi", feature = "processes"))]
+    pub(crate) fn compare_pairs(
+        sequence: u64,
+        calls: &[Self],
+        name: impl Fn(usize) -> usize,
+    ) -> Result<(), CommError> {
+        let has_pairs = |call: &Self| matches!(call.segments, Counts::Pairs(_));
+        let ranks = 0..calls.len();
+        let mut pairs = ranks
+            .filter(|&p| has_pairs(&calls[p]))
+            .flat_map(|p| (0..p).map(move |q| [p, q]));
+        let unmatched = pairs.find_map(|ranks| {
+            Self::unmatched(
+                sequence,
+                ranks.map(|rank| &calls[rank]),
+                ranks,
+                ranks.map(&name),
+            )
+        });
+        unmatched.map_or(Ok(()), Err)
+    }
+
+    /// The error if one of two ranks does not send what the other receives. `ranks` are their ranks
+    /// in the communicator, `named` those in errors. A count that is missing is 0.
+    pub(crate) fn unmatched(
+        sequence: u64,
+        calls: [&Self; 2],
+        ranks: [usize; 2],
+        named: [usize; 2],
+    ) -> Option<CommError> {
+        let [own, other] = [(0, 1), (1, 0)].map(|(of, with)| match &calls[of].segments {
+            Counts::Pairs(counts) => counts.get(ranks[with]).copied().unwrap_or_default(),
+            _ => [0; 2],
+        });
+        let pairs = [
+            (named, own[0], other[1]),
+            ([named[1], named[0]], other[0], own[1]),
+        ];
+        let unmatched = pairs.into_iter().find(|(_, sent, got)| sent != got);
+        unmatched.map(
+            |([rank, other_rank], sent, received)| CommError::Unmatched {
+                sequence,
+                rank,
+                sent,
+                other_rank,
+                received,
+            },
+        )
     }
 }
 
@@ -125,6 +231,15 @@ impl fmt::Display for Call {
             Counts::Even(n) => write!(f, " of {n} x {} a rank", self.dtype)?,
             Counts::Uneven(counts) => write!(f, " of {counts:?} x {}", self.dtype)?,
             Counts::Balanced(len) => write!(f, " of {len} x {}", self.dtype)?,
+            Counts::Pairs(counts) => {
+                let [sent, got]: [Vec<_>; 2] =
+                    [0, 1].map(|way| counts.iter().map(|pair| pair[way]).collect());
+                write!(
+                    f,
+                    " of {sent:?} to the ranks and {got:?} from them, x {}",
+                    self.dtype
+                )?;
+            }
         }
         self.root
             .map_or(Ok(()), |root| write!(f, " from rank {root}"))
@@ -185,7 +300,7 @@ impl Checked {
         })
     }
 
-    /// The call, which must be equal on all ranks.
+    /// The call.
     pub fn call(&self) -> &Call {
         &self.call
     }
@@ -356,6 +471,34 @@ impl Group {
         )
     }
 
+    /// Checks an all-to-all with counts per pair of ranks.
+    ///
+    /// # Errors
+    /// Counts, dtypes or the overlap of the buffers are wrong.
+    pub fn all_to_all_uneven(
+        self,
+        send: AnySlice,
+        recv: AnySlice,
+        send_counts: &[usize],
+        recv_counts: &[usize],
+    ) -> Result<Checked, CommError> {
+        let collective = Collective::AllToAll;
+        self.check_counts(collective, send_counts)?;
+        self.check_counts(collective, recv_counts)?;
+        let expected = send_counts[self.rank];
+        let got = recv_counts[self.rank];
+        if expected != got {
+            return Err(CommError::Count {
+                what: "all_to_all, recv_counts of this rank itself",
+                expected,
+                got,
+            });
+        }
+        let pairs = send_counts.iter().zip(recv_counts);
+        let pairs = Counts::Pairs(pairs.map(|(&sent, &got)| [sent, got]).collect());
+        self.check(collective, None, pairs, send, recv)
+    }
+
     /// A barrier, which needs no check.
     pub fn barrier(self) -> Checked {
         // SAFETY: an empty slice is never dereferenced, so its pointer may be null.
@@ -381,6 +524,11 @@ impl Group {
     }
 
     fn uneven(self, collective: Collective, counts: &[usize]) -> Result<Counts, CommError> {
+        self.check_counts(collective, counts)?;
+        Ok(Counts::Uneven(counts.into()))
+    }
+
+    fn check_counts(self, collective: Collective, counts: &[usize]) -> Result<(), CommError> {
         if counts.len() != self.world_size {
             return Err(CommError::RankCounts {
                 collective,
@@ -393,7 +541,7 @@ impl Group {
         if total.is_none_or(|total| total > isize::MAX as usize) {
             return Err(CommError::CountsTooLarge { collective });
         }
-        Ok(Counts::Uneven(counts.into()))
+        Ok(())
     }
 
     fn check(
@@ -426,7 +574,12 @@ impl Group {
             ),
             AllGather => (own.len(), whole, "all_gather, send", "all_gather, recv"),
             AllReduce => (whole, whole, "all_reduce, send", "all_reduce, recv"),
-            AllToAll => (whole, whole, "all_to_all, send", "all_to_all, recv"),
+            AllToAll => (
+                whole,
+                segments.received().total(self.world_size),
+                "all_to_all, send",
+                "all_to_all, recv",
+            ),
             Broadcast => (whole, whole, "broadcast", "broadcast"),
             Barrier => (0, 0, "barrier", "barrier"),
         };
@@ -521,6 +674,8 @@ mod tests {
                 Counts::Even(3),
                 Counts::Balanced(17),
                 Counts::Uneven((0..n).map(|q| q % 3).collect()),
+                Counts::Pairs((0..n).map(|q| [q % 3, q]).collect()),
+                Counts::Pairs((0..n).map(|q| [q % 3, q]).collect()).received(),
             ] {
                 let each: Vec<_> = (0..n).map(|rank| segments.range(rank, n)).collect();
                 assert_eq!(segments.ranges(n).collect::<Vec<_>>(), each);

@@ -85,6 +85,9 @@ impl Collective {
 /// all-to-all, twice that for all-reduce; for broadcast S (N-1)/N on every rank (scatter and
 /// all-gather, the root's scatter included).
 ///
+/// An all-to-all with counts per pair of ranks sends `send_counts` but that of this rank itself:
+/// exactly what others receive from it.
+///
 /// If N does not divide S, segments are as equal as possible
 /// ([`Counts::Balanced`](crate::backend::Counts)), and the bytes are those of this rank's segment: exact
 /// integers whose sum over the ranks is N times the formula.
@@ -275,6 +278,17 @@ pub unsafe trait Communicator<D: Device>: Send + Sync {
 
         /// `recv[q * n + i] = send_q[rank * n + i]`, `n = send.len() / world_size`.
         fn all_to_all(send: AnySlice, recv: AnySlice);
+
+        /// All-to-all of `send_counts[q]` elements to rank q and `recv_counts[q]` from it; `send` and
+        /// `recv` are the concatenations in rank order. What rank p sends to q is what q receives
+        /// from p; a count may be 0. Counts that do not match are a [`CommError::Unmatched`] on all
+        /// ranks.
+        fn all_to_all_uneven(
+            send: AnySlice,
+            recv: AnySlice,
+            send_counts: &[usize],
+            recv_counts: &[usize]
+        );
     }
 
     /// Operations enqueued on `stream` after this run only when every rank's stream has reached it.

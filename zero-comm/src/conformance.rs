@@ -204,6 +204,8 @@ struct Shape {
     op: ReduceOp,
     dtype: DType,
     segments: Counts,
+    /// Elements from each rank to each, in an all-to-all with counts per pair.
+    pairs: Option<Vec<Vec<usize>>>,
     root: usize,
     in_place: bool,
     control: bool,
@@ -258,6 +260,17 @@ impl Shape {
             Barrier => Counts::Even(0),
         };
 
+        // A third of the ranks send nothing; a third of the counts of others are 0.
+        let pair = |p: u64, q: u64| match (pick(9, 4), pick(300 + p, 3), pick(400 * p + q, 3)) {
+            (0, ..) => length(5),
+            (_, 0, _) | (_, _, 0) => 0,
+            _ => length(500 * p + q),
+        };
+        let ranks = 0..world_size as u64;
+        let pairs_of = |p: u64| ranks.clone().map(|q| pair(p, q)).collect();
+        let pairs =
+            (collective == AllToAll && uneven).then(|| ranks.clone().map(pairs_of).collect());
+
         let in_place = collective != AllToAll && pick(6, 2) == 0;
         let control = collective == AllGather && !uneven && pick(7, 3) == 0;
         Self {
@@ -265,6 +278,7 @@ impl Shape {
             op,
             dtype,
             segments,
+            pairs,
             root: pick(8, world_size),
             in_place,
             control,
@@ -370,10 +384,10 @@ impl<D: Device> Rank<'_, D> {
         let margin = (random(shape.seed, 9) % 5) as usize;
 
         let sent = |q: usize| -> Vec<T> {
-            let len = if shape.collective == AllGather {
-                shape.segments.range(q, n).len()
-            } else {
-                whole
+            let len = match &shape.pairs {
+                Some(pairs) => pairs[q].iter().sum(),
+                None if shape.collective == AllGather => shape.segments.range(q, n).len(),
+                None => whole,
             };
             (0..len as u64)
                 .map(|i| {
@@ -397,7 +411,16 @@ impl<D: Device> Rank<'_, D> {
             AllReduce => reduced(0..whole),
             AllGather => all.concat(),
             Broadcast => all[shape.root].clone(),
-            AllToAll => all.iter().flat_map(|s| s[own.clone()].to_vec()).collect(),
+            AllToAll => {
+                let from = |q: usize| match &shape.pairs {
+                    Some(pairs) => {
+                        let start: usize = pairs[q][..rank].iter().sum();
+                        &all[q][start..start + pairs[q][rank]]
+                    }
+                    None => &all[q][own.clone()],
+                };
+                (0..n).flat_map(|q| from(q).to_vec()).collect()
+            }
             Barrier => Vec::new(),
         };
 
@@ -420,6 +443,10 @@ impl<D: Device> Rank<'_, D> {
         };
 
         text(match (shape.collective, &shape.segments) {
+            (AllToAll, _) if let Some(pairs) = &shape.pairs => {
+                let received: Vec<usize> = pairs.iter().map(|sent| sent[rank]).collect();
+                comm.all_to_all_uneven(stream, from, to, &pairs[rank], &received)
+            }
             (ReduceScatter, Counts::Uneven(counts)) => {
                 comm.reduce_scatter_uneven(stream, from, to, counts, shape.op)
             }
@@ -486,9 +513,13 @@ impl<D: Device> Rank<'_, D> {
             Counts::Even(len) => *len,
             Counts::Uneven(counts) => counts[rank],
             Counts::Balanced(len) => balanced_range(*len, n, rank).len(),
+            Counts::Pairs(counts) => counts[rank][0],
         };
 
-        let others = shape.segments.total(n) - own;
+        let others = match &shape.pairs {
+            Some(pairs) => (0..n).filter(|&q| q != rank).map(|q| pairs[rank][q]).sum(),
+            None => shape.segments.total(n) - own,
+        };
         let bytes = |elems: usize| (elems * size_of::<T>()) as u64;
         let mut expected = before;
         match shape.collective {
@@ -625,6 +656,7 @@ fn refuses_memory_of_other_devices<D: Device>(
         comm.all_reduce(stream, whole, whole, ReduceOp::Sum),
         comm.broadcast(stream, whole, 0),
         comm.all_to_all(stream, whole, slice(1 << 20, n)),
+        comm.all_to_all_uneven(stream, whole, slice(1 << 20, n), &vec![1; n], &vec![1; n]),
     ] {
         match refused {
             Err(CommError::Device(DeviceError::AnotherDevice { got, .. })) if got == device => {}

@@ -13,7 +13,7 @@ use crate::world::error::{LaunchError, RendezvousError};
 use crate::{Collective, ReduceOp};
 
 /// The reason why a collective was not enqueued or did not finish.
-// Ranks send each other the variants up to `Peer`. Variants with `serde(skip)` must follow them:
+// Ranks send each other the variants up to `Unmatched`. Variants with `serde(skip)` must follow them:
 // serde counts skipped variants when it serializes, but not when it deserializes.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -117,6 +117,21 @@ pub enum CommError {
         /// The rank at fault.
         rank: usize,
         message: String,
+    },
+    /// A rank sends another number of elements than its peer receives.
+    #[error(
+        "collective {sequence}, all_to_all: rank {rank} sends {sent} elements to rank {other_rank}, which receives {received} \
+         from it; send_counts[q] of rank p must be recv_counts[p] of rank q"
+    )]
+    Unmatched {
+        /// The number of the call, from 0.
+        sequence: u64,
+        /// The sender.
+        rank: usize,
+        sent: usize,
+        /// The receiver.
+        other_rank: usize,
+        received: usize,
     },
     /// A rank did not reach the collective within the limit, or what it sends does not arrive at
     /// another one: over MPI the two look alike.

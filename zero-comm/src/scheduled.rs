@@ -40,7 +40,8 @@ impl ScheduledGroups {
 /// A communicator of one rank whose other ranks do not exist. Each collective is an operation that
 /// takes no part in any exchange, for streams of a
 /// [`Recorder`](zero_alloc::schedule::Recorder): its label is the collective's name, its
-/// [`Work::bytes`] are those of the whole buffer, and its [`Work::class`] is the communicator's
+/// [`Work::bytes`] are those of the whole buffer (the longer one, if what it sends and receives in an
+/// all-to-all differs), and its [`Work::class`] is the communicator's
 /// number in [`ScheduledGroups`].
 pub struct ScheduledComm<D> {
     group: Group,
@@ -126,7 +127,8 @@ unsafe impl<D: Device<Stream = HostStream>> Communicator<D> for ScheduledComm<D>
         }
         let call = checked.call();
         self.group.count(call, &mut self.traffic.lock());
-        let elems = call.segments.total(self.group.world_size);
+        // Of an all-to-all with counts per pair, the longer one.
+        let elems = checked.send().len().max(checked.recv().len());
         let bytes = (elems * call.dtype.size_bytes()) as u64;
         let work = Work::bytes(bytes).class(self.class);
         Ok(stream.enqueue_sized(call.collective.name(), work, || Ok(()))?)

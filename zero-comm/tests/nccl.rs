@@ -180,6 +180,10 @@ fn cuda_nccl_faults_end_all_ranks() {
         ("killed-with-graph", "rank 1"),
         ("stalled", "rank 1 did not reach it within"),
         ("count", "all_reduce(sum) of 8192 x fp32"),
+        (
+            "pair",
+            "rank 1 sends 10 elements to rank 2, which receives 11 from it",
+        ),
         ("kind", "broadcast of 4096 x fp32"),
         ("dtype", "all_reduce(sum) of 4096 x u8"),
         ("order", "barrier"),

@@ -171,6 +171,7 @@ fn main() -> ExitCode {
         "killed-during",
         "stalled",
         "count",
+        "pair",
         "abort",
         "panic",
     ];

@@ -51,6 +51,17 @@ template <> __device__ __forceinline__ f16 narrow<f16>(float x) {
     return y;
 }
 
+// The weight of a parameter and its signed remainder, and back: `join` and `split` of src/codec.rs.
+__device__ __forceinline__ float join(bf16 param, u16 remainder) {
+    return __uint_as_float(((u32)param.bits << 16) + (u32)(int)(short)remainder);
+}
+__device__ __forceinline__ void split(float w, bf16 &param, u16 &remainder) {
+    u32 bits = __float_as_uint(w);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) bits = 0x7fc00000u;
+    param.bits = (u16)((bits + 0x8000u) >> 16);
+    remainder = (u16)bits;
+}
+
 // The partition of a flat range into tiles. `head` elements come before the first whole tile. Bit `s` of `wide` is
 // set if stream `s` is aligned to 16 bytes at the start of every tile after the head. The host chooses `head` so that
 // the aligned streams have the most bytes.

@@ -6,7 +6,7 @@ use zero_shard::BlockFormat;
 
 use crate::codec::Codec;
 use crate::error::{Argument, KernelError};
-use crate::kernels::{AdvanceArgs, EncodeSums, Feedback, Segments};
+use crate::kernels::{AdvanceArgs, EncodeSums, Feedback, OrthogonaliseArgs, Segments};
 use crate::rule::{UpdateArgs, UpdateRule, Weights};
 use crate::step::{GradStats, RankStats};
 
@@ -183,6 +183,23 @@ pub(crate) fn update(
     }
 
     check_extents(device, &written, &read)
+}
+
+pub(crate) fn orthogonalise(
+    device: DeviceId,
+    args: &OrthogonaliseArgs,
+    scratch_elems: usize,
+) -> Result<(), KernelError> {
+    let written = [
+        Extent::typed("orthogonalise: values", args.values),
+        Extent::typed("orthogonalise: scratch", args.scratch),
+    ];
+    if args.row_stride < args.cols {
+        same_len("orthogonalise: row_stride", args.cols, args.row_stride)?;
+    }
+    written[0].has(args.elems().unwrap_or(usize::MAX))?;
+    written[1].has_at_least(scratch_elems)?;
+    check_extents(device, &written, &[])
 }
 
 pub(crate) fn cast(device: DeviceId, src: AnySlice, dst: AnySlice) -> Result<(), KernelError> {

@@ -98,6 +98,14 @@ pub enum KernelError {
         rule: &'static str,
         grad: zero_alloc::device::DType,
     },
+    /// The operation does not work on such arguments or on this device.
+    #[error("{what}: {reason}")]
+    Refused {
+        /// The operation or rule.
+        what: &'static str,
+        /// The fault, and the remedy.
+        reason: &'static str,
+    },
     /// A CUDA kernel could not be compiled.
     #[cfg(feature = "cuda")]
     #[error(transparent)]

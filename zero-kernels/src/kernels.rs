@@ -8,7 +8,7 @@ use zero_shard::BlockFormat;
 
 use crate::codec::Codec;
 use crate::error::KernelError;
-use crate::rule::{UpdateArgs, UpdateRule};
+use crate::rule::{NewtonSchulz, UpdateArgs, UpdateRule};
 use crate::step::{
     GradStats, RankStats, StepConfig, StepRates, StepRecord, StepScalars, StepState,
 };
@@ -52,6 +52,39 @@ impl Segments {
         let last = self.count.saturating_sub(1).checked_mul(self.stride)?;
         self.start.checked_add(last)?.checked_add(self.len)?;
         self.len.checked_mul(self.count)
+    }
+}
+
+/// The arguments of [`Kernels::orthogonalise`].
+#[derive(Clone, Copy, Debug)]
+pub struct OrthogonaliseArgs {
+    /// From the first to the last element of the matrix, so `(rows - 1) * row_stride + cols`
+    /// elements; only those of the matrix are read and written, so that others may be in use
+    /// meanwhile.
+    pub values: DeviceSlice<f32>,
+    /// Rows of the matrix.
+    pub rows: usize,
+    /// Columns of the matrix.
+    pub cols: usize,
+    /// Elements from the start of a row to the start of the next; at least `cols`.
+    pub row_stride: usize,
+    /// At least [`Kernels::orthogonalise_scratch_elems`] elements, in use until the operation has
+    /// run.
+    pub scratch: DeviceSlice<f32>,
+    /// The iteration.
+    pub rule: NewtonSchulz,
+    /// The factor of the result.
+    pub scale: f32,
+}
+
+impl OrthogonaliseArgs {
+    /// The elements that `values` must have; `None` if they overflow.
+    pub(crate) fn elems(&self) -> Option<usize> {
+        if self.rows == 0 || self.cols == 0 {
+            return Some(0);
+        }
+        let last = (self.rows - 1).checked_mul(self.row_stride)?;
+        last.checked_add(self.cols)
     }
 }
 
@@ -132,6 +165,19 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
         rule: &Arc<dyn UpdateRule>,
         args: UpdateArgs,
     ) -> Result<(), KernelError>;
+
+    /// Replaces a matrix by `scale` times [`NewtonSchulz`] of it, in fp32: the same bits at any
+    /// alignment and row stride, with any number of threads. A matrix that is not finite becomes
+    /// NaN.
+    ///
+    /// # Errors
+    /// See [`KernelError`].
+    fn orthogonalise(&self, stream: &D::Stream, args: OrthogonaliseArgs)
+    -> Result<(), KernelError>;
+
+    /// Elements of scratch that [`Self::orthogonalise`] needs for a matrix of this shape: a copy and
+    /// two squares of its shorter side.
+    fn orthogonalise_scratch_elems(&self, rows: usize, cols: usize) -> usize;
 
     /// `dst[i] = src[i] * scale`, rounded to nearest even; any of fp32, bf16, fp16 to any.
     ///

@@ -16,11 +16,12 @@ pub mod step;
 pub use codec::{AverageCodecs, Codec, CodedSlice, Rounding, join, split};
 pub use error::{Argument, KernelError};
 pub use float::Float;
-pub use kernels::{AdvanceArgs, EncodeSums, Feedback, Kernels, Segments};
+pub use kernels::{AdvanceArgs, EncodeSums, Feedback, Kernels, OrthogonaliseArgs, Segments};
 pub use rule::{
-    CudaKernel, Grain, SettingError, Slot, StepPoint, UpdateArgs, UpdateForm, UpdateRule, Weights,
-    WeightsForm,
+    CudaKernel, MatrixRule, MatrixScale, NewtonSchulz, SettingError, Slot, StepPoint, UpdateArgs,
+    UpdateForm, UpdateRule, Weights, WeightsForm,
 };
-pub use rules::adam;
 pub use rules::adam::{AdamHyper, AdamScalars};
+pub use rules::muon::Muon;
+pub use rules::{adam, muon};
 pub use step::{GradStats, RULE_SCALARS, RankStats, StepScalars};

@@ -6,7 +6,9 @@ use zero_alloc::device::DType;
 
 use crate::adam::AdamSlices;
 use crate::check::same_len;
-use crate::{AdamHyper, AdamScalars, Float, GradStats, KernelError, Segments};
+use crate::{
+    AdamHyper, AdamScalars, Float, GradStats, KernelError, NewtonSchulz, Segments, StepScalars,
+};
 
 fn widen<T: Float>(x: T) -> f32 {
     let bytes = bytemuck::bytes_of(&x);
@@ -64,6 +66,103 @@ pub fn adam<W: Float, M: Float, G: Float, P: Float>(
     }
 
     Ok(())
+}
+
+/// PyTorch's `lerp`.
+fn lerp(start: f32, end: f32, weight: f32) -> f32 {
+    if weight < 0.5 {
+        weight.mul_add(end - start, start)
+    } else {
+        (weight - 1.0).mul_add(end - start, end)
+    }
+}
+
+/// The first phase of [`Muon`](crate::Muon): updates the momentum and writes the direction.
+///
+/// # Errors
+/// The lengths differ.
+pub fn muon_direction<G: Float>(
+    direction: &mut [f32],
+    momentum: &mut [f32],
+    grad: &[G],
+    scalars: &StepScalars,
+    nesterov: bool,
+) -> Result<(), KernelError> {
+    same_len("muon: momentum", direction.len(), momentum.len())?;
+    same_len("muon: grad", direction.len(), grad.len())?;
+    let [_, to_momentum, to_direction, ..] = scalars.of_rule;
+    for i in 0..direction.len() {
+        let g = widen(grad[i]) * scalars.grad_scale;
+        momentum[i] = lerp(momentum[i], g, to_momentum);
+        direction[i] = if nesterov {
+            lerp(g, momentum[i], to_direction)
+        } else {
+            momentum[i]
+        };
+    }
+    Ok(())
+}
+
+/// The last phase of [`Muon`](crate::Muon): decays the weights and subtracts the update.
+///
+/// # Errors
+/// The lengths differ.
+pub fn muon_apply<P: Float>(
+    weights: &mut [f32],
+    param_out: Option<&mut [P]>,
+    update: &[f32],
+    scalars: &StepScalars,
+    weight_decay: f32,
+) -> Result<(), KernelError> {
+    same_len("muon_apply: grad", weights.len(), update.len())?;
+    let lr = scalars.of_rule[0];
+    for i in 0..weights.len() {
+        weights[i] *= 1.0 - lr * weight_decay;
+        weights[i] = (-lr).mul_add(update[i], weights[i]);
+    }
+    match param_out {
+        Some(param) => cast(weights, param, 1.0),
+        None => Ok(()),
+    }
+}
+
+/// See [`Kernels::orthogonalise`](crate::Kernels::orthogonalise), of a `[rows, cols]` matrix without
+/// gaps: in fp64, so equal to within the rounding of fp32 only.
+///
+/// # Panics
+/// `matrix` does not have `rows * cols` elements.
+pub fn orthogonalise(matrix: &mut [f32], [rows, cols]: [usize; 2], rule: NewtonSchulz, scale: f32) {
+    assert_eq!(matrix.len(), rows * cols, "elements of the matrix");
+    let short = rows.min(cols);
+    let long = rows.max(cols);
+    let at = |i: usize, j: usize| match rows <= cols {
+        true => i * cols + j,
+        false => j * cols + i,
+    };
+    let norm = matrix.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+    let norm = match norm.sqrt() {
+        norm if norm < rule.eps => rule.eps,
+        norm => norm,
+    };
+    let [a, b, c] = rule.coefficients;
+
+    let table = |cols, of: &dyn Fn(usize, usize) -> f64| -> Vec<Vec<f64>> {
+        let row = |i| (0..cols).map(|j| of(i, j)).collect();
+        (0..short).map(row).collect()
+    };
+    let mut x = table(long, &|i, j| f64::from(matrix[at(i, j)]) / norm);
+    for _ in 0..rule.steps {
+        let gram = table(short, &|i, j| (0..long).map(|k| x[i][k] * x[j][k]).sum());
+        let square = |i: usize, j: usize| (0..short).map(|k| gram[i][k] * gram[k][j]).sum::<f64>();
+        let polynomial = table(short, &|i, j| b * gram[i][j] + c * square(i, j));
+        let product = |i: usize, j| (0..short).map(|k| polynomial[i][k] * x[k][j]).sum::<f64>();
+        x = table(long, &|i, j| a * x[i][j] + product(i, j));
+    }
+    for (i, row) in x.iter().enumerate() {
+        for (j, x) in row.iter().enumerate() {
+            matrix[at(i, j)] = (x * f64::from(scale)) as f32;
+        }
+    }
 }
 
 /// See [`crate::host::cast`].

@@ -15,8 +15,10 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use half::bf16;
+use serde::{Deserialize, Serialize};
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
 use crate::codec::{AverageCodecs, Codec, CodedSlice, Rounding};
@@ -33,16 +35,80 @@ pub struct Slot {
     pub codec: Codec,
 }
 
-/// The elements that an update must see together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A rule over whole matrices, in three phases: the rule itself, element by element, which writes a
+/// direction in place of weights; [`NewtonSchulz`] of each matrix of it; and [`Self::apply`],
+/// element by element. So shards stay flat and equal, and only the second phase exchanges.
+#[derive(Clone, Debug)]
 #[non_exhaustive]
-pub enum Grain {
-    /// Each alone: an update may be cut anywhere, so shards are flat and equal.
-    Element,
-    /// Those of a whole parameter, such as a matrix. Shards stay flat and equal: before the update
-    /// the gradients of a parameter would be exchanged to one owner, and behind it the parameter
-    /// back. No optimizer does that yet; zero-optim refuses such a rule.
-    Parameter,
+pub struct MatrixRule {
+    /// Updates weights without slots. Its gradient is what the second phase made of the direction,
+    /// in fp32 and not scaled by `grad_scale`. It reads the same scalars as the rule.
+    pub apply: Arc<dyn UpdateRule>,
+    /// The second phase.
+    pub newton_schulz: NewtonSchulz,
+    /// The factor of its result.
+    pub adjust: MatrixScale,
+}
+
+/// An iteration that moves all singular values of a matrix towards 1:
+///
+/// ```text
+/// X = M / max(norm(M), eps), transposed if it has more rows than columns
+/// A = X X^T;  X = a X + (b A + c A A) X         `steps` times
+/// ```
+///
+/// Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NewtonSchulz {
+    /// Iterations.
+    pub steps: u32,
+    /// a, b and c.
+    pub coefficients: [f64; 3],
+    /// The least norm to divide by.
+    pub eps: f64,
+}
+
+impl Default for NewtonSchulz {
+    /// PyTorch's.
+    fn default() -> Self {
+        Self {
+            steps: 5,
+            coefficients: [3.4445, -4.7750, 2.0315],
+            eps: 1e-7,
+        }
+    }
+}
+
+/// The factor by which the update of a matrix depends on its shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum MatrixScale {
+    /// sqrt(max(1, outputs / inputs)).
+    Original,
+    /// 0.2 sqrt(max(outputs, inputs)): updates as large as AdamW's (Liu et al., Muon is Scalable for
+    /// LLM Training, arXiv 2502.16982).
+    MatchRmsAdamw,
+}
+
+impl MatrixScale {
+    /// Its name in settings.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Original => "original",
+            Self::MatchRmsAdamw => "match_rms_adamw",
+        }
+    }
+
+    /// The factor for a matrix that maps `inputs` values to `outputs`.
+    pub fn factor(self, outputs: usize, inputs: usize) -> f64 {
+        let outputs = outputs as f64;
+        let inputs = inputs as f64;
+        match self {
+            Self::Original => (outputs / inputs).max(1.0).sqrt(),
+            Self::MatchRmsAdamw => 0.2 * outputs.max(inputs).sqrt(),
+        }
+    }
 }
 
 /// A step of a rule.
@@ -120,9 +186,9 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
     /// The arrays of state. `averages`: the formats for running averages of gradients.
     fn slots(&self, averages: AverageCodecs) -> Vec<Slot>;
 
-    /// The elements that an update must see together.
-    fn grain(&self) -> Grain {
-        Grain::Element
+    /// The phases behind this rule, if it updates whole matrices. `None`: it is all of an update.
+    fn matrix_rule(&self) -> Option<MatrixRule> {
+        None
     }
 
     /// The scalars of a step, rounded as all back ends use them.

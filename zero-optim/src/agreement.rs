@@ -362,6 +362,8 @@ impl<D: Device> ShardedOptimizer<D> {
             device_steps: _,
             stream: _,
             is_updating: _,
+            // Made of the layout and the groups.
+            exchange: _,
         } = self;
         let mut settings = RankSettings::new();
 

@@ -14,9 +14,10 @@ use zero_kernels::{Codec, Kernels, Slot, UpdateRule};
 use crate::controller::{OptimizerConfig, StepController};
 use crate::format::{Masters, StateArrays, StateFormat, StateHome};
 use crate::groups::Resolved;
+use crate::matrices::{MatrixExchange, check_elements};
 use crate::pieces::{Pieces, view};
 use crate::segments::check_segments;
-use crate::{OptimError, ParamGroups, Segment, ShardedOptimizer};
+use crate::{AllToAll, Matrices, OptimError, ParamGroups, Segment, ShardedOptimizer};
 
 /// Elements of fp64 that a [`GradStats`] takes, of which there is one per unit.
 const GRAD_STATS_ELEMS: usize = size_of::<GradStats>() / size_of::<f64>();
@@ -45,6 +46,7 @@ pub struct OptimizerBuilder<'a, D: Device> {
     rule: Option<Arc<dyn UpdateRule>>,
     format: StateFormat,
     offloaded: Option<(MakeOffloaded<D>, StateHome)>,
+    matrices: Option<(Matrices, Arc<dyn AllToAll<D>>)>,
 }
 
 impl<D: Device> std::fmt::Debug for OptimizerBuilder<'_, D> {
@@ -74,6 +76,7 @@ impl<D: Device> ShardedOptimizer<D> {
             rule: None,
             format: StateFormat::default(),
             offloaded: None,
+            matrices: None,
         }
     }
 }
@@ -127,6 +130,13 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
         self
     }
 
+    /// Sets the matrices of update rules that see them whole, and the exchange with the ranks among
+    /// which the state is sharded.
+    pub fn matrices(mut self, matrices: Matrices, comm: Arc<dyn AllToAll<D>>) -> Self {
+        self.matrices = Some((matrices, comm));
+        self
+    }
+
     /// Allocates the state for `segments` and enqueues zeroing the slots. Masters are undefined
     /// until [`ShardedOptimizer::init_masters`].
     ///
@@ -159,6 +169,16 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
         let sub_group_elems = config.sub_group_elems;
         controller.set_rates(groups.rates.clone());
 
+        match &self.matrices {
+            Some((matrices, _)) => matrices.check(&segments, &groups)?,
+            None => check_elements(&segments, &groups, |_| 0)?,
+        }
+        let exchange = self.matrices.map(|(matrices, comm)| MatrixExchange {
+            matrices: Arc::new(matrices),
+            comm,
+            pool: pool.clone(),
+        });
+
         for slot in groups.arrays.iter().flat_map(StateArrays::slots) {
             // Device steps are enqueued before their numbers are known, which select random bits.
             let is_random = slot.codec == Codec::Bf16 && self.offloaded.is_none();
@@ -178,6 +198,7 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
         let optim = ShardedOptimizer {
             state,
             is_updating: false,
+            exchange,
             device: pool.device().clone(),
             kernels,
             controller,

@@ -21,6 +21,18 @@ pub enum ParamKind {
     Linear,
 }
 
+/// The update rule of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum GroupRule {
+    /// AdamW, or Adam if that is the optimizer's.
+    #[serde(rename = "adamw", alias = "adam")]
+    Adam,
+    /// Muon, for matrices.
+    Muon,
+}
+
 /// Returns the kind of a tensor from its name.
 pub type KindOf = fn(&str) -> ParamKind;
 
@@ -50,6 +62,9 @@ pub struct ParamGroup {
     /// Adam's betas.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub betas: Option<[f64; 2]>,
+    /// The update rule.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub optimizer: Option<GroupRule>,
     /// Whether the tensors are trained; false freezes them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trainable: Option<bool>,
@@ -96,6 +111,10 @@ impl fmt::Display for ParamGroup {
         if self.trainable == Some(false) {
             rules.push("frozen".to_owned());
         }
+        rules.extend(self.optimizer.map(|rule| match rule {
+            GroupRule::Adam => "AdamW".to_owned(),
+            GroupRule::Muon => "Muon".to_owned(),
+        }));
         rules.extend(self.lr_scale.map(|x| format!("learning rate x {x}")));
         rules.extend(self.weight_decay.map(|x| format!("weight decay {x}")));
         rules.extend(

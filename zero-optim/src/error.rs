@@ -221,9 +221,35 @@ pub enum OptimError {
         /// What is wrong with it, and what to do.
         reason: &'static str,
     },
-    /// An update rule that needs whole parameters.
-    #[error("the update rule {rule} needs whole parameters, which is not supported yet")]
-    Grain { rule: &'static str },
+    /// An update rule of matrices without matrices, or of elements that are in none.
+    #[error(
+        "unit {unit}: the update rule {rule} updates whole matrices, and {elems} of its elements are in none; pass them to \
+         `OptimizerBuilder::matrices`, or give these parameters another rule"
+    )]
+    NoMatrix {
+        unit: String,
+        rule: &'static str,
+        /// Elements that are in no matrix.
+        elems: usize,
+    },
+    /// A matrix whose parameter has a rule that works element by element, or is frozen.
+    #[error("unit {unit} has matrices in group {group}, whose update rule does not see matrices")]
+    NoMatrixRule { unit: String, group: usize },
+    /// A matrix that is not in its parameter.
+    #[error("{param} of {elems} elements does not contain {matrix:?}")]
+    Matrix {
+        param: String,
+        matrix: crate::Matrix,
+        elems: u64,
+    },
+    /// A unit's update without other units of its wave.
+    #[error(
+        "matrices of unit {unit} are exchanged with those of other units: update all units at once, or make the matrices unit by unit"
+    )]
+    PartOfWave { unit: String },
+    /// An exchange with other ranks failed.
+    #[error("an exchange with the other ranks failed: {message}")]
+    Exchange { message: String },
     /// Masters as remainders of parameters that are not bf16.
     #[error("masters as 16-bit remainders need parameters of bf16, got {dtype}")]
     Remainders {

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use zero_alloc::device::DType;
 use zero_kernels::step::StepRates;
-use zero_kernels::{Grain, StepPoint, UpdateRule};
+use zero_kernels::{StepPoint, UpdateRule};
 use zero_shard::{BlockFormat, Layout, ParamId, ShardError};
 
 use crate::format::{StateArrays, StateFormat};
@@ -311,18 +311,18 @@ impl ParamGroups {
     /// Checks the rules of groups, whose runs have `groups` groups.
     fn check(&self, own: &Arc<dyn UpdateRule>, groups: usize) -> Result<(), OptimError> {
         self.rules.iter().try_for_each(GroupRules::check)?;
-        check_update(own)?;
+        own.check()?;
         for (group, rule) in &self.updates {
             let exists = *group < groups;
             let what = "group of an update rule";
             OptimError::check(exists, what, *group as f64, "the position of a group")?;
-            check_update(rule)?;
+            rule.check()?;
         }
         Ok(())
     }
 
     /// The update rule of a group.
-    fn update_of<'a>(
+    pub(crate) fn update_of<'a>(
         &'a self,
         group: usize,
         own: &'a Arc<dyn UpdateRule>,
@@ -397,7 +397,7 @@ impl ParamGroups {
         }];
 
         let (rules, runs) = match self.runs[..] {
-            [] => (&[GroupRules::default()][..], &own[..]),
+            [] if elems > 0 || self.rules.is_empty() => (&[GroupRules::default()][..], &own[..]),
             _ => (&self.rules[..], &self.runs[..]),
         };
 
@@ -580,6 +580,12 @@ impl Resolved {
         self.launch_of[group].map(|[launch, _]| self.launch_rules[launch].update)
     }
 
+    /// Whether these launch rules update whole matrices.
+    pub(crate) fn sees_matrices(&self, rules: usize) -> bool {
+        let update = self.launch_rules[rules].update;
+        self.updates[update].matrix_rule().is_some()
+    }
+
     /// Sets the rules of a group that is not frozen.
     pub(crate) fn set(
         &mut self,
@@ -636,15 +642,6 @@ struct Distinct {
     arrays: Vec<StateArrays>,
     /// The first is the optimizer's own.
     rates: Vec<RateSet>,
-}
-
-/// Checks the hyperparameters of a rule, and that it works on shards.
-fn check_update(rule: &Arc<dyn UpdateRule>) -> Result<(), OptimError> {
-    rule.check()?;
-    match rule.grain() {
-        Grain::Element => Ok(()),
-        _ => Err(OptimError::Grain { rule: rule.name() }),
-    }
 }
 
 #[cfg(test)]

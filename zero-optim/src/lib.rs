@@ -4,6 +4,8 @@ mod agreement;
 mod builder;
 #[cfg(feature = "ckpt")]
 mod checkpoint;
+#[cfg(feature = "comm")]
+mod comm_exchange;
 mod conditions;
 mod controller;
 mod device_steps;
@@ -16,6 +18,8 @@ mod groups;
 #[doc = include_str!("../GUIDE.md")]
 pub mod guide {}
 mod loss_scale;
+mod matrices;
+mod matrix_update;
 mod optimizer;
 mod pieces;
 mod schedule;
@@ -27,7 +31,9 @@ pub use agreement::{AgreementError, RankSettings, agree};
 pub use builder::OptimizerBuilder;
 #[cfg(feature = "ckpt")]
 pub use checkpoint::{CheckpointError, RankParams};
-pub use conditions::{KindOf, ParamGroup, ParamKind};
+#[cfg(feature = "comm")]
+pub use comm_exchange::CommExchange;
+pub use conditions::{GroupRule, KindOf, ParamGroup, ParamKind};
 pub use controller::{
     Divisor, OptimizerConfig, Overflow, Progress, ReducedFlags, StepController, StepOutcome,
 };
@@ -36,6 +42,7 @@ pub use error::OptimError;
 pub use format::{Masters, Moments, StateArrays, StateFormat, StateHome, StateKind};
 pub use groups::{GroupRules, GroupRun, ParamGroups, Piece};
 pub use loss_scale::{DynamicScaling, LossScalerState, LossScaling};
+pub use matrices::{AllToAll, Matrices, Matrix, MatrixParam};
 pub use optimizer::{GatheredStats, ShardedOptimizer, StepInputs};
 pub use schedule::{
     Decay, DecayCurve, LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay,

@@ -35,6 +35,7 @@ use crate::controller::{Divisor, OptimizerConfig, Progress, StepController, Step
 use crate::device_steps::DeviceSteps;
 use crate::format::StateArrays;
 use crate::groups::{GroupRules, Piece, Resolved};
+use crate::matrices::MatrixExchange;
 use crate::pieces::{Access, Array, MasterSlice, Pieces, remainder_bytes, view};
 use crate::segments::{Segment, UnitSlices};
 use crate::{OptimError, StateFormat, StateKind};
@@ -94,6 +95,8 @@ pub struct ShardedOptimizer<D: Device> {
     pub(crate) state: Pieces<D>,
     /// Whether launches of an update are being enqueued; it stays so after a panic.
     pub(crate) is_updating: bool,
+    /// For update rules that see matrices.
+    pub(crate) exchange: Option<MatrixExchange<D>>,
     pub(crate) stats: Block<D>,
     pub(crate) stats_scratch: Block<D>,
     pub(crate) scalars: Block<D>,

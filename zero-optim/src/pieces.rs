@@ -151,7 +151,8 @@ struct PieceRange {
 /// A piece that overlaps a range of the state.
 #[derive(Clone, Debug)]
 pub(crate) struct Overlap {
-    index: usize,
+    /// The piece's number.
+    pub(crate) index: usize,
     /// The elements of both.
     both: Range<usize>,
 }

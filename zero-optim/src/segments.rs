@@ -194,6 +194,35 @@ pub(crate) struct Launch {
     pub(crate) param: AnySlice,
     /// The position of its rules in `Resolved::launch_rules`.
     pub(crate) rules: usize,
+    pub(crate) phase: Phase,
+}
+
+/// The part of an update that a launch is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Phase {
+    /// All of it.
+    Update,
+    /// Slots are updated, and the direction in which a matrix moves is written here, in fp32.
+    Direction(AnySlice),
+    /// Weights are updated by this part of an orthogonalised matrix, in fp32.
+    Apply(AnySlice),
+}
+
+impl Launch {
+    /// A part of the launch.
+    pub(crate) fn slice(&self, range: Range<usize>) -> Self {
+        Self {
+            state: self.state.start + range.start..self.state.start + range.end,
+            grad: self.grad.slice(range.clone()),
+            param: self.param.slice(range.clone()),
+            rules: self.rules,
+            phase: match self.phase {
+                Phase::Update => Phase::Update,
+                Phase::Direction(slice) => Phase::Direction(slice.slice(range)),
+                Phase::Apply(slice) => Phase::Apply(slice.slice(range)),
+            },
+        }
+    }
 }
 
 /// Cuts the update into launches of at most `max_elems` elements. If `join`, adjacent slices with
@@ -209,6 +238,7 @@ pub(crate) fn launches(
         if let Some(last) = launches
             .last_mut()
             .filter(|last| join && last.rules == next.rules && last.state.end == next.state.start)
+            && matches!((last.phase, next.phase), (Phase::Update, Phase::Update))
             && let (Some(grad), Some(param)) =
                 (joined(last.grad, next.grad), joined(last.param, next.param))
         {
@@ -216,7 +246,7 @@ pub(crate) fn launches(
                 state: last.state.start..next.state.end,
                 grad,
                 param,
-                rules: next.rules,
+                ..next
             };
         } else {
             launches.push(next);
@@ -234,23 +264,10 @@ pub(crate) fn launches(
 
 /// The launch in pieces of `max_elems` elements; the last may be smaller.
 fn pieces(launch: &Launch, max_elems: usize) -> impl Iterator<Item = Launch> {
-    let Launch {
-        state,
-        grad,
-        param,
-        rules,
-    } = launch;
-    let len = state.len();
-    (0..len).step_by(max_elems).map(move |at| {
-        let part = at..len.min(at.saturating_add(max_elems));
-        let state = state.start + part.start..state.start + part.end;
-        Launch {
-            state,
-            grad: grad.slice(part.clone()),
-            param: param.slice(part),
-            rules: *rules,
-        }
-    })
+    let len = launch.state.len();
+    (0..len)
+        .step_by(max_elems)
+        .map(move |at| launch.slice(at..len.min(at.saturating_add(max_elems))))
 }
 
 /// `a` and `b` as one slice, if `b` starts at the end of `a` and has its dtype.
@@ -297,6 +314,7 @@ mod tests {
                 grad: slice(4096 + 2 * end + gap, len, DType::Bf16),
                 param: slice(8192 + 4 * end, len, DType::F32),
                 rules: 0,
+                phase: Phase::Update,
             });
             end += len;
         }

@@ -1,14 +1,15 @@
 //! The launches of an update.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use zero_alloc::device::{Device, DeviceKind, DeviceSlice};
 use zero_kernels::{Kernels, Rounding, StepScalars, UpdateArgs, Weights};
 
 use crate::format::StateArrays;
 use crate::groups::Resolved;
-use crate::pieces::{Access, MasterSlice, PieceState, Pieces};
-use crate::segments::{Launch, UnitSlices, launches};
+use crate::pieces::{Access, MasterSlice, Overlap, PieceState, Pieces};
+use crate::segments::{Launch, Phase, UnitSlices, launches};
 use crate::{OptimError, ShardedOptimizer};
 
 impl<D: Device> ShardedOptimizer<D> {
@@ -19,39 +20,56 @@ impl<D: Device> ShardedOptimizer<D> {
         stream: &D::Stream,
         units: impl Iterator<Item = (usize, &'a UnitSlices<'a, D>)>,
     ) -> Result<(), OptimError> {
-        let mut slices = Vec::new();
-        for (i, unit) in units.filter(|(i, _)| !self.is_frozen(*i)) {
-            // SAFETY: read by the launches that are enqueued below, on `stream`.
-            let grad = unsafe { unit.grad.slice_on(stream) }?;
-            slices.extend(unit.param.iter().flat_map(|&(param, at)| {
-                self.groups
-                    .trained(i, at..at + param.len())
-                    .map(move |(elems, state, rules)| {
-                        let param = param.slice(elems.start - at..elems.end - at);
-                        Launch {
-                            state,
-                            grad: grad.slice(elems),
-                            param,
-                            rules,
-                        }
-                    })
-            }));
-        }
-
-        // In the order of the state: elements of a unit with other arrays are apart there.
-        slices.sort_by_key(|slice| slice.state.start);
+        let units: Vec<_> = units.collect();
         self.check_state()?;
         self.is_updating = true;
-        let enqueued = self.enqueue_launches(stream, slices);
+        let of_elements = |optim: &mut Self| {
+            let mut launches = Vec::new();
+            for (unit, slices) in units.iter().filter(|(unit, _)| !optim.is_frozen(*unit)) {
+                let all = optim.unit_launches(stream, *unit, slices)?.into_iter();
+                launches.extend(all.map(|(_, launch)| launch));
+            }
+            let groups = &optim.groups;
+            launches.retain(|launch| !groups.sees_matrices(launch.rules));
+            optim.enqueue_launches(stream, launches)
+        };
+        let enqueued = self.update_matrices(stream, &units, of_elements);
         self.is_updating = false;
         enqueued
     }
 
-    fn enqueue_launches(
+    /// The launches of the trained elements of a unit, each with its range of the unit's segment.
+    pub(crate) fn unit_launches(
+        &self,
+        stream: &D::Stream,
+        unit: usize,
+        slices: &UnitSlices<'_, D>,
+    ) -> Result<Vec<(Range<usize>, Launch)>, OptimError> {
+        // SAFETY: read by the launches that are enqueued from the result, on `stream`.
+        let grad = unsafe { slices.grad.slice_on(stream) }?;
+        let of_param = slices.param.iter().flat_map(|&(param, at)| {
+            let trained = self.groups.trained(unit, at..at + param.len());
+            trained.map(move |(elems, state, rules)| {
+                let launch = Launch {
+                    state,
+                    grad: grad.slice(elems.clone()),
+                    param: param.slice(elems.start - at..elems.end - at),
+                    rules,
+                    phase: Phase::Update,
+                };
+                (elems, launch)
+            })
+        });
+        Ok(of_param.collect())
+    }
+
+    pub(crate) fn enqueue_launches(
         &mut self,
         stream: &D::Stream,
-        slices: Vec<Launch>,
+        mut slices: Vec<Launch>,
     ) -> Result<(), OptimError> {
+        // In the order of the state: elements of a unit with other arrays are apart there.
+        slices.sort_by_key(|slice| slice.state.start);
         let launcher = Launcher {
             kernels: &*self.kernels,
             scalars: self.scalars_slice(),
@@ -97,20 +115,12 @@ impl<D: Device> Launcher<'_, D> {
         state: &mut Pieces<D>,
         slices: &[Launch],
     ) -> Result<(), OptimError> {
-        // Slices of a piece share it.
-        let mut runs: Vec<Range<usize>> = Vec::new();
-        for slice in slices {
-            match runs.last_mut().filter(|last| last.end == slice.state.start) {
-                Some(last) => last.end = slice.state.end,
-                None => runs.push(slice.state.clone()),
-            }
-        }
+        // Slices of a piece share it, which is held whole; they are in the order of the state.
+        let overlaps = slices.iter().flat_map(|slice| state.within(&slice.state));
+        let mut overlaps: Vec<Overlap> = overlaps.collect();
+        overlaps.dedup_by_key(|overlap| overlap.index);
 
-        for overlap in runs
-            .iter()
-            .flat_map(|run| state.within(run))
-            .collect::<Vec<_>>()
-        {
+        for overlap in overlaps {
             let held = state.acquire(stream, &overlap, Access::Update)?;
             let piece = &held.piece;
             for slice in slices {
@@ -118,13 +128,7 @@ impl<D: Device> Launcher<'_, D> {
                 if of_slice.is_empty() {
                     continue;
                 }
-                let launch = Launch {
-                    state: slice.state.start + of_slice.start..slice.state.start + of_slice.end,
-                    grad: slice.grad.slice(of_slice.clone()),
-                    param: slice.param.slice(of_slice),
-                    rules: slice.rules,
-                };
-                self.enqueue(stream, &launch, &piece.slice(of_piece))?;
+                self.enqueue(stream, &slice.slice(of_slice), &piece.slice(of_piece))?;
             }
             held.release()?;
         }
@@ -156,10 +160,25 @@ impl<D: Device> Launcher<'_, D> {
             },
         };
 
+        let rule = Arc::clone(&self.groups.updates[rules.update]);
+        let (rule, weights, slots, grad) = match launch.phase {
+            Phase::Update => (rule, weights, piece.slots.clone(), launch.grad),
+            Phase::Direction(direction) => {
+                let direction = Weights::Fp32 {
+                    master: direction.typed()?,
+                    param_out: None,
+                };
+                (rule, direction, piece.slots.clone(), launch.grad)
+            }
+            Phase::Apply(update) => {
+                let apply = rule.matrix_rule().map_or(rule, |rule| rule.apply);
+                (apply, weights, Vec::new(), update)
+            }
+        };
         let args = UpdateArgs {
             weights,
-            slots: piece.slots.clone(),
-            grad: launch.grad,
+            slots,
+            grad,
             scalars: self.scalars.slice(rules.scalars..rules.scalars + 1),
             weight_decay: rules.weight_decay,
             rounding: Rounding::Stochastic {
@@ -167,7 +186,6 @@ impl<D: Device> Launcher<'_, D> {
                 first: launch.state.start as u64,
             },
         };
-        let rule = &self.groups.updates[rules.update];
-        Ok(self.kernels.update(stream, rule, args)?)
+        Ok(self.kernels.update(stream, &rule, args)?)
     }
 }

@@ -46,6 +46,7 @@ mod stage;
 mod tensor_cut;
 mod topology;
 mod traffic;
+mod updaters;
 
 pub use activations::{ActivationBytes, ActivationOptions, TransformerShape};
 pub use blocks::BlockFormat;
@@ -65,3 +66,4 @@ pub use stage::{Widths, ZeroStage};
 pub use tensor_cut::{TensorCut, TensorPart, TensorPiece, TensorRun, tensor_pieces};
 pub use topology::{AxisTraffic, Grid, GridLayout, GridTraffic, Routing, Sharding};
 pub use traffic::{StepTraffic, WireFormat};
+pub use updaters::{ParamUpdater, Updaters};

@@ -106,6 +106,8 @@ fn main() -> Result<(), AnyError> {
             ..ModelOptions::new(batch, seq, dtype)
         },
         threads: 1,
+        adapters: None,
+        adapter_seed: 0,
     };
 
     let device = CudaDevice::open(0)?;

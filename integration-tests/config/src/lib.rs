@@ -74,5 +74,5 @@ pub use batch::{Batch, BatchKeys};
 pub use deepspeed::{ActivationCheckpointing, Aio, DsConfig, canonical};
 pub use error::ConfigFileError;
 pub use monitors::{MonitorFolder, Monitors};
-pub use optimizer::DsOptimizer;
+pub use optimizer::{DsMuon, DsOptimizer};
 pub use zero::{LocoParams, ZeroOptimization};

@@ -8,7 +8,8 @@ use super::ConfigFileError;
 use super::block::{Block, Key, keys, shortened};
 use zero_optim::ParamGroup;
 
-/// `optimizer`: Adam or AdamW, with moments of 32 bits or, as `AdamW8bit`, of fewer.
+/// `optimizer`: Adam or AdamW, with moments of 32 bits or, as `AdamW8bit`, of fewer; or Muon for the
+/// matrices of blocks and AdamW for the rest.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DsOptimizer {
     /// The base learning rate.
@@ -17,6 +18,19 @@ pub struct DsOptimizer {
     pub hyper: AdamHyper,
     /// The format of the moments, of a type such as `AdamW8bit`; `None`: the type names none.
     pub moments: Option<Moments>,
+    /// Muon's own settings.
+    pub muon: Option<DsMuon>,
+}
+
+/// The settings of `"Muon"` beside AdamW's; `None`: the default.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct DsMuon {
+    /// Its learning rate, `muon_lr`.
+    pub lr: Option<f64>,
+    /// Its momentum.
+    pub momentum: Option<f64>,
+    /// Newton-Schulz steps.
+    pub ns_steps: Option<u32>,
 }
 
 /// Parameters of the optimizer that would change results.
@@ -61,10 +75,10 @@ pub(super) fn read_optimizer(
     let family = moments.map_or(&*lower, |bits| lower.trim_end_matches(&bits.to_string()));
     let always_decoupled = match family {
         "adam" => false,
-        "adamw" => true,
+        "adamw" | "muon" => true,
         _ => {
             let (key, got) = (block.name("type"), format!("{name:?}"));
-            let why = "set it to \"Adam\" or \"AdamW\", with their params alone, or to \"AdamW8bit\" or \"AdamW4bit\"";
+            let why = "set it to \"Adam\" or \"AdamW\", with their params alone, to \"AdamW8bit\" or \"AdamW4bit\", or to \"Muon\"";
             return Err(ConfigFileError::Unsupported { key, got, why });
         }
     };
@@ -79,10 +93,19 @@ pub(super) fn read_optimizer(
     let adam_w_mode = params.flag("adam_w_mode")?.unwrap_or(true);
     let not_negative = "a number, 0 or above";
     let [beta1, beta2] = betas(&mut params)?;
+    let mut lr_of = |key| params.number_in(key, 0.0..=f64::MAX, not_negative);
+    let lr = lr_of("lr")?.unwrap_or(1e-3);
+    let (lr, muon) = match family {
+        "muon" => {
+            let [adam_lr, muon_lr] = [lr_of("adam_lr")?, lr_of("muon_lr")?];
+            // `lr` is that of both, unless one has its own.
+            let muon_lr = muon_lr.or(adam_lr.map(|_| lr));
+            (adam_lr.unwrap_or(lr), Some(muon(&mut params, muon_lr)?))
+        }
+        _ => (lr, None),
+    };
     let optimizer = DsOptimizer {
-        lr: params
-            .number_in("lr", 0.0..=f64::MAX, not_negative)?
-            .unwrap_or(1e-3),
+        lr,
         hyper: AdamHyper {
             beta1,
             beta2,
@@ -96,8 +119,8 @@ pub(super) fn read_optimizer(
             bias_correction: params.flag("bias_correction")?.unwrap_or(true),
         },
         moments,
+        muon,
     };
-
     // DeepSpeed, too, rejects unknown arguments of an optimizer.
     params.end_strict()?;
     Ok(Some(optimizer))
@@ -108,6 +131,16 @@ fn params(block: &mut Block) -> Result<Block, ConfigFileError> {
     Ok(block
         .block("params")?
         .unwrap_or_else(|| Block::named(&block.name("params"), serde_json::Map::new())))
+}
+
+fn muon(params: &mut Block, lr: Option<f64>) -> Result<DsMuon, ConfigFileError> {
+    Ok(DsMuon {
+        lr,
+        momentum: params.number_in("momentum", 0.0..=1.0, "a number from 0 to 1")?,
+        ns_steps: params
+            .number_in("ns_steps", 1.0..=100.0, "a whole number from 1 to 100")?
+            .map(|steps| steps as u32),
+    })
 }
 
 fn betas(params: &mut Block) -> Result<[f64; 2], ConfigFileError> {

@@ -7,7 +7,7 @@ use zero_kernels::AdamHyper;
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Warmup, WarmupDecay, WarmupType};
 
 use super::deepspeed::{ActivationCheckpointing, Aio};
-use super::optimizer::DsOptimizer;
+use super::optimizer::{DsMuon, DsOptimizer};
 use super::{BatchKeys, ConfigFileError, DsConfig, ZeroOptimization};
 use zero_shard::Home;
 
@@ -202,6 +202,7 @@ fn file_with_all_keys_is_read() {
             lr: 3e-4,
             hyper,
             moments: None,
+            muon: None,
         }),
         schedule: Some(LrSchedule::WarmupDecay(schedule)),
         activation_checkpointing: Some(ActivationCheckpointing {
@@ -369,10 +370,44 @@ fn adam_decouples_decay_by_default() {
                 lr: 1e-3,
                 hyper,
                 moments: None,
+                muon: None,
             }),
             "{text}"
         );
     }
+}
+
+#[test]
+fn muon_has_deepspeeds_keys() {
+    let optimizer = |params: &str| {
+        let text = format!(r#"{{"optimizer": {{"type": "Muon", "params": {params}}}}}"#);
+        let optimizer = quiet(&text).optimizer.unwrap();
+        (
+            optimizer.lr,
+            optimizer.hyper.weight_decay,
+            optimizer.muon.unwrap(),
+        )
+    };
+    let muon = |lr, momentum, ns_steps| DsMuon {
+        lr,
+        momentum,
+        ns_steps,
+    };
+    assert_eq!(optimizer("{}"), (1e-3, 0.0, DsMuon::default()));
+    let both = r#"{"lr": 0.5, "muon_lr": 0.02, "adam_lr": 0.001, "momentum": 0.9, "weight_decay": 0.1, "ns_steps": 3}"#;
+    assert_eq!(
+        optimizer(both),
+        (0.001, 0.1, muon(Some(0.02), Some(0.9), Some(3)))
+    );
+    // The rate of both is that of the one without its own.
+    assert_eq!(
+        optimizer(r#"{"lr": 0.5, "adam_lr": 0.1}"#),
+        (0.1, 0.0, muon(Some(0.5), None, None))
+    );
+    assert_eq!(
+        optimizer(r#"{"lr": 0.5, "muon_lr": 0.1}"#),
+        (0.5, 0.0, muon(Some(0.1), None, None))
+    );
 }
 
 #[test]

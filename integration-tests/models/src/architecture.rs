@@ -2,14 +2,15 @@
 
 use std::ops::Range;
 
+use serde::Deserialize;
+use serde_json::{Value, json};
 use zero_alloc::Pool;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::host::{HostDevice, HostStream};
 use zero_shard::{ParamSpec, TransformerShape, UnitSpec};
-use zero_trainer::param_groups::ParamKind;
 use zero_trainer::{ModelError, ModelRanks, Pass};
 
-use crate::config::json::Keys;
+use crate::config::json::{self, Keys};
 use crate::config::{ConfigError, init};
 use crate::decoder::config::DecoderConfig;
 use crate::decoder::gpu::{self, GpuDecoder, GpuModel};
@@ -18,6 +19,7 @@ use crate::decoder::sequence_part::Exchanges;
 use crate::decoder::{self, Decoder, HostModel};
 use crate::gpt2::config::GptConfig;
 use crate::llama::config::{Family, LlamaConfig};
+use crate::lora::{self, LoraConfig};
 use crate::ops::Threads;
 use crate::options::{GpuBytes, ModelOptions};
 
@@ -114,23 +116,79 @@ impl ModelConfig {
     /// variant of one, or an invalid shape.
     pub fn from_hf_json(text: &str) -> Result<(Self, Vec<String>), ConfigError> {
         let keys = Keys::parse(text)?;
+        let (config, warnings) = Self::of_family(&keys)?;
+        let Some(lora) = keys.get(lora::KEY) else {
+            return Ok((config, warnings));
+        };
+        let lora = LoraConfig::deserialize(lora);
+        let lora = lora.map_err(|e| ConfigError::Lora(format!("the key {:?}: {e}", lora::KEY)))?;
+        Ok((config.with_lora(Some(lora))?, warnings))
+    }
+
+    fn of_family(keys: &Keys) -> Result<(Self, Vec<String>), ConfigError> {
         let model_type = keys.get("model_type");
         if let Some(family) = model_type.and_then(|v| Family::of(v.as_str()?)) {
-            let (config, warnings) = LlamaConfig::from_hf_json(family, &keys)?;
+            let (config, warnings) = LlamaConfig::from_hf_json(family, keys)?;
             return Ok((Self::Llama(config), warnings));
         }
         let known = "\"gpt2\", \"llama\", \"mistral\", \"qwen2\" and \"qwen3\"";
         keys.expect("model_type", |v| v == "gpt2", known)?;
-        let (config, warnings) = GptConfig::from_hf_json(&keys)?;
+        let (config, warnings) = GptConfig::from_hf_json(keys)?;
         Ok((Self::Gpt2(config), warnings))
     }
 
     /// The text of a `config.json` that Hugging Face transformers reads as this model.
     ///
     /// `dtype` is Hugging Face's name of the type of the stored weights: `float32`, `float16` or
-    /// `bfloat16`.
+    /// `bfloat16`. Adapters are in a key of this program.
     pub fn to_hf_json(&self, dtype: &str) -> String {
-        each!(self, config => config.to_hf_json(dtype))
+        let text: String = each!(self, config => config.to_hf_json(dtype));
+        match (self.lora(), serde_json::from_str(&text)) {
+            (Some(lora), Ok(Value::Object(mut keys))) => {
+                keys.insert(lora::KEY.to_owned(), json!(lora));
+                json::text(keys.into(), &[])
+            }
+            _ => text,
+        }
+    }
+
+    /// The adapters on the frozen model, if it has any.
+    pub fn lora(&self) -> Option<&LoraConfig> {
+        each!(self, config => config.lora.as_ref())
+    }
+
+    /// The same model with these adapters; `None` for the model alone.
+    ///
+    /// # Errors
+    /// Numbers out of range, or targets that the model does not have.
+    pub fn with_lora(mut self, lora: Option<LoraConfig>) -> Result<Self, ConfigError> {
+        if let Some(lora) = &lora {
+            let linears = self.decoder().linears();
+            let modules = linears.iter().flat_map(|linear| &linear.modules);
+            let modules: Vec<_> = modules.map(|(name, _)| *name).collect();
+            lora.check(self.hidden(), &modules)?;
+        }
+        each!(&mut self, config => config.lora = lora);
+        Ok(self)
+    }
+
+    /// The modules that have adapters unless others are chosen: those of PEFT.
+    pub fn default_lora_targets(&self) -> Vec<String> {
+        let names: &[&str] = match self {
+            Self::Gpt2(_) => &["c_attn"],
+            Self::Llama(_) => &["q_proj", "v_proj"],
+        };
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    /// Units of adapters, which are the first ones.
+    pub fn adapter_units(&self) -> usize {
+        self.decoder().adapter_units()
+    }
+
+    /// Elements of all adapters.
+    pub fn adapter_elems(&self) -> u64 {
+        self.decoder().adapter_elems() as u64
     }
 
     /// Checks each size and the relations between them.
@@ -147,6 +205,11 @@ impl ModelConfig {
     /// An invalid configuration, or batch sizes outside the model's limits.
     pub fn check(&self, options: &ModelOptions) -> Result<(), ModelError> {
         self.validate()?;
+        if self.lora().is_some() && options.tensor_ranks > 1 {
+            return Err(ModelError::from(
+                "adapters (--lora) are not cut among ranks: remove --tensor-parallel, or --lora",
+            ));
+        }
         self.check_tensor_ranks(options.tensor_ranks)?;
         let part = self.decoder().cut(options.tensor_ranks);
         options.validate(self.max_positions(), [part.heads, part.kv_heads])?;
@@ -166,6 +229,11 @@ impl ModelConfig {
     /// A setting that the kernels do not follow, or parts of a block that they do not compute
     /// together.
     pub fn check_on_gpu(&self) -> Result<(), ModelError> {
+        if self.lora().is_some() {
+            return Err(ModelError::from(
+                "adapters (--lora) are computed on the CPU only so far: use --device cpu",
+            ));
+        }
         if let Self::Gpt2(config) = self {
             config.check_kernels()?;
         }
@@ -254,7 +322,7 @@ impl ModelConfig {
     }
 
     /// Floating-point operations of forward and backward, for a token of a sequence of `seq_len`:
-    /// six for each factor of a product, and those of attention's products.
+    /// six for each factor of a product, or four if it is frozen, and those of attention's products.
     pub fn flops_per_token(&self, seq_len: usize) -> f64 {
         let config = self.decoder();
         let looked_up = match config.tied_head {
@@ -263,7 +331,11 @@ impl ModelConfig {
         };
         let factors = config.elems() as f64 - (looked_up * config.width) as f64;
         let attention = (config.layers * config.q_width()) as f64 * seq_len as f64;
-        6.0 * factors + 12.0 * attention
+        let frozen = match config.lora {
+            Some(_) => factors - config.adapter_elems() as f64,
+            None => 0.0,
+        };
+        6.0 * factors - 2.0 * frozen + 12.0 * attention
     }
 
     /// The same model, whose initial weights have another standard deviation.
@@ -336,7 +408,7 @@ impl ModelConfig {
 
     /// The passes, one per unit.
     pub fn passes(&self) -> Vec<Pass> {
-        passes(self.layers(), self.tied_head())
+        passes(&self.decoder())
     }
 
     /// The parameter of this name, if the model has it.
@@ -366,7 +438,10 @@ impl ModelConfig {
         let param = self
             .param(name)
             .ok_or_else(|| ConfigError::UnknownParameter(name.to_owned()))?;
-        let rule = each!(self, config => config.rule(name));
+        let rule = match name.starts_with(lora::PREFIX) {
+            true => lora::rule(name, param.shape[1]),
+            false => each!(self, config => config.rule(name)),
+        };
         init::fill(seed, &param, rule, range.clone(), out)?;
         let config = self.decoder();
         if name == config.names.tokens
@@ -455,26 +530,14 @@ impl From<LlamaConfig> for ModelConfig {
     }
 }
 
-/// The kind of a tensor by its name, in all architectures.
-pub fn param_kind(name: &str) -> ParamKind {
-    match name {
-        _ if [".wte.", ".wpe.", "embed_tokens."]
-            .iter()
-            .any(|part| name.contains(part)) =>
-        {
-            ParamKind::Embedding
-        }
-        _ if name.contains("ln_") || name.contains("norm.") => ParamKind::Norm,
-        _ if name.ends_with(".bias") => ParamKind::Bias,
-        _ => ParamKind::Linear,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
+    use zero_trainer::param_groups::ParamKind;
+
     use super::*;
+    use crate::param_kind;
 
     fn whole(config: &ModelConfig, seed: u64, name: &str) -> Vec<f32> {
         let numel: u64 = config.param(name).unwrap().shape.iter().product();

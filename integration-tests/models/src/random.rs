@@ -110,6 +110,12 @@ impl Counter {
         let (z, w) = box_muller(c, d);
         [x, y, z, w]
     }
+
+    /// The same of numbers that are uniform between -1 and 1.
+    pub fn four_uniforms(&self, group: u64) -> [f32; 4] {
+        self.four(0, group)
+            .map(|n| (n as f32 + 0.5) * (2.0 / 4_294_967_296.0) - 1.0)
+    }
 }
 
 /// Two uniform numbers to two normal ones (Box and Muller, 1958).

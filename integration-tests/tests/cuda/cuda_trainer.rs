@@ -60,6 +60,8 @@ fn workload(dtype: DType, options: &RunOptions) -> ModelWorkload {
             .into(),
         options: ModelOptions::new(options.micro_batch, options.seq_len, dtype),
         threads: 1,
+        adapters: None,
+        adapter_seed: 0,
     }
 }
 

@@ -20,9 +20,11 @@ mod error;
 mod fixtures;
 mod frozen_layout;
 mod launch;
+mod matrices;
 mod mesh;
 mod mesh_settings;
 mod model;
+mod muon;
 mod offload;
 mod options;
 pub mod param_groups;
@@ -49,6 +51,7 @@ pub use error::TrainError;
 pub use launch::{run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
 pub use mesh_settings::MeshSettings;
 pub use model::{Grad, Model, ModelError, ModelRanks, Pass};
+pub use muon::{MatricesOf, MuonSettings};
 pub use offload::settings::{Home, OffloadSettings};
 pub use options::{
     NextToken, ReplicaChecks, RunOptions, SampleOptions, ValidationData, ValidationOptions,

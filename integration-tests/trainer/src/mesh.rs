@@ -50,6 +50,8 @@ pub(crate) struct Mesh<D: Device> {
     pub(crate) model: ModelRanks<D>,
     /// The ranks with this rank's shard; `None` if there is one group.
     pub(crate) replicas: Option<Replicas<D>>,
+    /// The ranks among which the optimizer's state is sharded, if it updates whole matrices.
+    pub(crate) matrices: Option<Arc<dyn Communicator<D>>>,
     /// The communicator of `gather` and `reduce`, if it has two levels.
     two_level: Option<Arc<TwoLevel<D>>>,
     grid: Grid,
@@ -145,6 +147,7 @@ impl<D: Device> Mesh<D> {
                 data,
                 model,
                 replicas: None,
+                matrices: None,
                 two_level,
                 grid,
                 settings,
@@ -181,6 +184,7 @@ impl<D: Device> Mesh<D> {
                 stream,
                 sharding: layouts.sharding(),
             }),
+            matrices: None,
             two_level: None,
             grid,
             settings,
@@ -273,6 +277,7 @@ impl<D: Device> Mesh<D> {
             .chain(self.model.tensor.iter().map(|_| &self.data))
             .chain(&self.model.tensor)
             .chain(&self.model.sequence)
+            .chain(&self.matrices)
     }
 
     /// The bytes that this rank has sent.

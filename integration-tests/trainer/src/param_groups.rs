@@ -8,16 +8,19 @@
 //! gradient norm.
 
 use std::fmt;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use zero_optim::{GroupRules, OptimizerConfig, ParamGroups};
-pub use zero_optim::{KindOf, ParamGroup, ParamKind};
+use zero_kernels::UpdateRule;
+pub use zero_optim::{GroupRule, KindOf, ParamGroup, ParamKind};
+use zero_optim::{GroupRules, GroupRun, OptimizerConfig, ParamGroups};
 use zero_shard::{
     GridLayout, Layout, ParamId, ParamPlacement, ShardError, StateBytes, Widths, WireFormat,
     ZeroStage,
 };
 
 use crate::error::TrainError;
+use crate::muon::MuonSettings;
 
 /// The name of a tensor of the unit in the middle.
 fn an_example(layout: &Layout) -> &str {
@@ -46,12 +49,19 @@ impl GroupSettings {
         *self == Self::default()
     }
 
-    /// The rules of each tensor of the model.
+    /// The rules of each tensor of the model. `muon`: for which tensors, with the factor of the
+    /// learning rate.
     ///
     /// # Errors
-    /// A rule is out of range, no tensor is in a group, or no tensor is trained.
-    pub fn resolve(&self, layout: &Layout, kind_of: KindOf) -> Result<ModelGroups, TrainError> {
-        let mut rules = Vec::new();
+    /// A rule is out of range, no tensor is in a group, no tensor is trained, or a group with Muon
+    /// has tensors that are no matrices.
+    pub fn resolve(
+        &self,
+        layout: &Layout,
+        kind_of: KindOf,
+        muon: Option<(&MuonSettings, f64)>,
+    ) -> Result<ModelGroups, TrainError> {
+        let mut rules: Vec<(GroupRules, bool)> = Vec::new();
         let mut matched = vec![false; self.groups.len()];
         let mut place_of = |param: &ParamPlacement| {
             let group = self
@@ -65,20 +75,27 @@ impl GroupSettings {
             if self.no_decay_1d && param.shape.len() < 2 {
                 own.weight_decay.get_or_insert(0.0);
             }
-            rules
-                .iter()
-                .position(|other| *other == own)
-                .unwrap_or_else(|| {
-                    rules.push(own);
-                    rules.len() - 1
-                })
+            let named = group.and_then(|group| self.groups[group].optimizer);
+            let has_muon = match muon {
+                Some((muon, lr_scale)) if own.trainable && muon.updates(param, named)? => {
+                    own.lr_scale *= lr_scale;
+                    true
+                }
+                _ => false,
+            };
+            let own = (own, has_muon);
+            let place = rules.iter().position(|other| *other == own);
+            Ok(place.unwrap_or_else(|| {
+                rules.push(own);
+                rules.len() - 1
+            }))
         };
 
-        let units = layout
-            .units()
-            .iter()
+        let units = layout.units().iter();
+        let units: Result<_, TrainError> = units
             .map(|unit| unit.params.iter().map(&mut place_of).collect())
             .collect();
+        let units = units?;
 
         if let Some(group) = matched.iter().position(|matched| !matched) {
             return Err(TrainError::Usage(format!(
@@ -89,6 +106,7 @@ impl GroupSettings {
             )));
         }
 
+        let (rules, with_muon): (Vec<_>, Vec<_>) = rules.into_iter().unzip();
         for rules in &rules {
             rules
                 .check()
@@ -96,9 +114,11 @@ impl GroupSettings {
         }
 
         let groups = ModelGroups {
+            muon: muon.map(|(muon, _)| Arc::new(muon.rule) as _),
+            with_muon,
             rules,
             units,
-            small: None,
+            state: None,
             in_blocks: Vec::new(),
         };
         match (0..groups.units.len()).all(|unit| groups.is_frozen(unit)) {
@@ -128,8 +148,13 @@ impl fmt::Display for GroupSettings {
 #[derive(Clone, Debug)]
 pub struct ModelGroups {
     rules: Vec<GroupRules>,
-    /// The optimizer state of small parameters, if it has another format than that of others.
-    pub(crate) small: Option<WireFormat>,
+    /// The update rule of those in `with_muon`.
+    muon: Option<Arc<dyn UpdateRule>>,
+    /// Whether Muon updates tensors with these rules.
+    with_muon: Vec<bool>,
+    /// The optimizer state of AdamW's and of Muon's tensors, large and small ones, if they are not
+    /// all alike.
+    pub(crate) state: Option<[[WireFormat; 2]; 2]>,
     /// For each unit that is frozen and in blocks, their format and the elements that are not.
     pub(crate) in_blocks: Vec<Option<(WireFormat, u64)>>,
     /// For each unit the positions of its tensors' rules.
@@ -137,6 +162,20 @@ pub struct ModelGroups {
 }
 
 impl ModelGroups {
+    /// Freezes the units from `first` on.
+    pub(crate) fn freeze_from(&mut self, first: usize) {
+        if first < self.units.len() {
+            let mut rules = GroupRules::default();
+            rules.trainable = false;
+            self.rules.push(rules);
+            self.with_muon.push(false);
+        }
+        let frozen = self.rules.len() - 1;
+        for unit in self.units.iter_mut().skip(first) {
+            unit.fill(frozen);
+        }
+    }
+
     /// Whether all tensors of the unit are frozen.
     pub fn is_frozen(&self, unit: usize) -> bool {
         self.units[unit]
@@ -144,9 +183,52 @@ impl ModelGroups {
             .all(|rules| !self.rules[*rules].trainable)
     }
 
+    /// Whether Muon updates some tensors.
+    pub fn has_matrices(&self) -> bool {
+        let mut used = self.units.iter().flatten();
+        used.any(|group| self.with_muon[*group])
+    }
+
+    /// The position of a tensor's rules, if Muon updates it.
+    pub(crate) fn group_with_matrices(&self, id: ParamId) -> Option<usize> {
+        let group = self.units[id.unit][id.param];
+        self.with_muon[group].then_some(group)
+    }
+
+    /// The trained tensors that AdamW and that Muon updates, each with its numbers as `*`.
+    pub fn tensors_by_rule(&self, layout: &Layout) -> [Vec<String>; 2] {
+        let mut names = [Vec::new(), Vec::new()];
+        for (id, param) in layout.params() {
+            let group = self.units[id.unit][id.param];
+            let parts = param.name.split('.').map(|part| match part.parse::<u64>() {
+                Ok(_) => "*",
+                Err(_) => part,
+            });
+            let name = parts.collect::<Vec<_>>().join(".");
+            let names = &mut names[usize::from(self.with_muon[group])];
+            if self.rules[group].trainable && !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        names
+    }
+
     /// The number of distinct sets of learning rate and betas, the optimizer's own included.
     pub fn rate_sets(&self, config: &OptimizerConfig) -> usize {
-        ParamGroups::new(self.rules.clone(), []).rate_sets(config)
+        self.with_updates(ParamGroups::new(self.rules.clone(), []))
+            .rate_sets(config)
+    }
+
+    /// The groups with their update rules.
+    fn with_updates(&self, groups: ParamGroups) -> ParamGroups {
+        let Some(muon) = &self.muon else {
+            return groups;
+        };
+        let all = self.with_muon.iter().enumerate();
+        let of_muon = all.filter(|(_, has_muon)| **has_muon);
+        of_muon.fold(groups, |groups, (group, _)| {
+            groups.update(group, Arc::clone(muon))
+        })
     }
 
     /// The groups of the shard storage of `rank`, or of the whole storage.
@@ -155,7 +237,8 @@ impl ModelGroups {
     /// There is no such rank.
     pub fn of(&self, layout: &Layout, rank: Option<u64>) -> Result<ParamGroups, ShardError> {
         let group_of = |id: ParamId| self.units[id.unit][id.param];
-        ParamGroups::of_layout(self.rules.clone(), layout, rank, group_of)
+        let groups = ParamGroups::of_layout(self.rules.clone(), layout, rank, group_of)?;
+        Ok(self.with_updates(groups))
     }
 
     /// As [`Self::state_bytes`], of ranks in groups.
@@ -182,7 +265,7 @@ impl ModelGroups {
         widths: &Widths,
     ) -> Option<StateBytes> {
         let all = layout.state_bytes(stage, widths).ok()?;
-        if self.rules.iter().all(|rules| rules.trainable) && self.small.is_none() {
+        if self.rules.iter().all(|rules| rules.trainable) && self.state.is_none() {
             return Some(all);
         }
         let mut params_bytes = all.params_bytes;
@@ -212,9 +295,13 @@ impl ModelGroups {
             }
         });
 
-        let optimizer_bytes = self.most_of_ranks(layout, stage, |elems, is_small| {
-            let format = self.small.filter(|_| is_small);
-            format.unwrap_or(widths.optimizer).bytes(elems)
+        let optimizer_bytes = self.most_of_ranks(layout, stage, |run| {
+            let of_rule = |state: [[WireFormat; 2]; 2]| {
+                let of_rule = state[usize::from(self.with_muon[run.group])];
+                of_rule[usize::from(run.is_small)]
+            };
+            let format = self.state.map_or(widths.optimizer, of_rule);
+            format.bytes(run.elems.len() as u64)
         });
         Some(StateBytes {
             grads_bytes: grads.sum::<u64>().checked_mul(widths.grad_bytes)?,
@@ -229,23 +316,39 @@ impl ModelGroups {
         if self.rules.iter().all(|rules| rules.trainable) {
             return Some(layout.updated_elems(stage));
         }
-        self.most_of_ranks(layout, stage, |elems, _| Some(elems))
+        self.most_of_ranks(layout, stage, |run| Some(run.elems.len() as u64))
     }
 
-    /// The greatest sum, over ranks, of `of` a run of trained elements and whether it is of small
-    /// parameters.
+    /// The greatest sum, over ranks, of `of` a run of trained elements.
     fn most_of_ranks(
         &self,
         layout: &Layout,
         stage: ZeroStage,
-        of: impl Fn(u64, bool) -> Option<u64>,
+        of: impl Fn(&GroupRun) -> Option<u64>,
     ) -> Option<u64> {
+        // Of units that are trained whole, or not at all, all ranks have as many elements; ranks may be
+        // thousands.
+        let trains = |rules: &usize| self.rules[*rules].trainable;
+        let is_whole = |unit: &Vec<usize>| unit.iter().all(trains) || !unit.iter().any(trains);
+        if self.state.is_none() && self.units.iter().all(is_whole) {
+            let units = layout.units().iter().enumerate();
+            let trained = units.filter(|(unit, _)| !self.is_frozen(*unit));
+            let elems = trained.map(|(_, unit)| match stage.shards_optimizer() {
+                true => unit.shard_elems,
+                false => unit.padded_elems,
+            });
+            let all = GroupRun {
+                elems: 0..elems.sum::<u64>() as usize,
+                group: 0,
+                is_small: false,
+            };
+            return of(&all);
+        }
+
         let held = |rank: Option<u64>| -> Option<u64> {
             let ParamGroups { rules, runs, .. } = self.of(layout, rank).ok()?;
             let mut trained = runs.iter().filter(|run| rules[run.group].trainable);
-            trained.try_fold(0_u64, |sum, run| {
-                sum.checked_add(of(run.elems.len() as u64, run.is_small)?)
-            })
+            trained.try_fold(0_u64, |sum, run| sum.checked_add(of(run)?))
         };
 
         match stage.shards_optimizer() {
@@ -276,7 +379,7 @@ mod tests {
             groups: groups.clone(),
             no_decay_1d: false,
         }
-        .resolve(&layout(2), kind_of)
+        .resolve(&layout(2), kind_of, None)
         .unwrap_err();
         assert!(
             none_left
@@ -293,7 +396,7 @@ mod tests {
             settings.to_string(),
             "transformer.h.0.*: frozen; norm bias: weight decay 0.5; dims <= 1: weight decay 0"
         );
-        let resolved = settings.resolve(&layout(2), kind_of).unwrap();
+        let resolved = settings.resolve(&layout(2), kind_of, None).unwrap();
         assert!(resolved.is_frozen(1) && !resolved.is_frozen(0) && !resolved.is_frozen(2));
         // The group's decay remains; only tensors outside of it have none.
         assert!(
@@ -311,7 +414,7 @@ mod tests {
             groups: vec![all],
             no_decay_1d: false,
         }
-        .resolve(&layout(2), kind_of)
+        .resolve(&layout(2), kind_of, None)
         .unwrap_err();
         assert!(
             error.to_string().contains("nothing is left to train"),
@@ -326,7 +429,7 @@ mod tests {
             no_decay_1d: true,
         };
         let layout = layout(3);
-        let groups = settings.resolve(&layout, kind_of).unwrap();
+        let groups = settings.resolve(&layout, kind_of, None).unwrap();
         for rank in 0..3 {
             let runs = groups.of(&layout, Some(rank)).unwrap().runs;
             assert_eq!(runs.last().unwrap().elems.end as u64, layout.shard_elems());
@@ -352,7 +455,7 @@ mod tests {
 
         let layout = layout(2);
         let widths = Widths::MIXED_ADAM;
-        let groups = groups.resolve(&layout, kind_of).unwrap();
+        let groups = groups.resolve(&layout, kind_of, None).unwrap();
         let block = &layout.units()[1];
 
         for stage in [

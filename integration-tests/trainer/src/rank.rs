@@ -14,6 +14,7 @@ use zero_optim::ParamGroups;
 use zero_shard::{GridLayout, Layout, Sharding};
 
 use crate::error::TrainError;
+use crate::matrices::{self, split_by_shards};
 use crate::mesh::Mesh;
 use crate::model::Pass;
 use crate::param_groups::ModelGroups;
@@ -182,6 +183,11 @@ impl<D: Device> Rank<D> {
         mesh.encode(settings, &kernels, &pool, sums)?;
         let layout = Arc::new(layouts.params(0).0.clone());
         let groups = settings.resolve_groups(&layout)?;
+        let is_host = pool.device().kind() == DeviceKind::Host;
+        matrices::check(settings, &groups, is_host)?;
+        if groups.has_matrices() {
+            mesh.matrices = Some(split_by_shards(&*mesh.data, &layouts, settings)?);
+        }
         let is_sharded = settings.stage.shards_params();
         let shards = layouts.params(mesh.data.rank() as u64);
         let held = |unit: usize| match is_sharded {

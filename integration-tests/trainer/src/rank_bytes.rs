@@ -246,11 +246,14 @@ pub fn encoded_bytes(settings: &Settings, layouts: &GridLayout) -> u64 {
 /// The copy for a checkpoint. State on NVMe is saved without one.
 fn staging(settings: &Settings, layout: &Layout, saves: bool) -> Option<u64> {
     let saved = if saves && !settings.offload.uses_nvme() {
-        layout.shard_elems()
+        let units = layout.units();
+        let saved = &units[..settings.saved_units(units.len())];
+        saved.iter().map(|unit| unit.shard_elems).sum()
     } else {
         0
     };
-    let kinds = settings.optimizer_state().kinds().count();
+    let has_matrices = settings.resolve_groups(layout).ok()?.has_matrices();
+    let kinds = settings.state_kinds(has_matrices).len();
     let layouts = settings.mesh.layouts(layout).ok()?;
     // Errors of all ranks, and a copy of them before they are staged.
     let errors = match saves {

@@ -580,5 +580,5 @@ fn restore<D: Device>(
     let reader = Reader::open_on_ranks(dir, index, exchange, || {
         Ok::<_, TrainError>(Reader::open(dir)?)
     })?;
-    state::restore(rank, parts.stage, reader)
+    state::restore(rank, parts.stage, reader, || parts.workload.weights())
 }

@@ -5,17 +5,18 @@ use std::time::Duration;
 use zero_alloc::device::DType;
 use zero_comm::PrefetchOptions;
 use zero_kernels::Codec;
-use zero_optim::{OptimizerConfig, StateArrays};
+use zero_optim::{OptimizerConfig, StateArrays, StateKind};
 use zero_shard::{
-    AxisTraffic, BlockFormat, GridLayout, Layout, LayoutOptions, ShardError, Sharding, Widths,
-    WireFormat, ZeroStage,
+    AxisTraffic, BlockFormat, GridLayout, Layout, LayoutOptions, ParamSpec, ShardError, Sharding,
+    UnitSpec, Widths, WireFormat, ZeroStage,
 };
 
 use crate::error::TrainError;
 use crate::frozen_layout::in_blocks;
 use crate::mesh_settings::MeshSettings;
+use crate::muon::MuonSettings;
 use crate::offload::settings::{Home, OffloadSettings};
-use crate::param_groups::{GroupSettings, KindOf, ModelGroups};
+use crate::param_groups::{GroupRule, GroupSettings, KindOf, ModelGroups};
 use crate::quantised::{QuantisedGrads, wire_of};
 
 /// Alignment of shards in elements: 32 bytes of a 16-bit type.
@@ -56,10 +57,15 @@ pub struct Settings {
     pub quantised_frozen: Option<BlockFormat>,
     /// The optimizer.
     pub optimizer: OptimizerConfig,
+    /// Muon for matrices, in place of the optimizer.
+    pub muon: MuonSettings,
     /// Rules of tensors that differ from the optimizer's.
     pub groups: GroupSettings,
     /// The kinds of the model's tensors, for the rules.
     pub kind_of: KindOf,
+    /// The number of units of adapters, which are the model's first ones: only they are trained and
+    /// saved, and a resumed run takes the others from the initial weights. `None`: all units are.
+    pub adapters: Option<usize>,
     /// Whether steps are recorded into CUDA graphs, from the third step on; only at stages 0 to 2.
     pub graphs: bool,
     /// The offload.
@@ -86,8 +92,10 @@ impl Settings {
             quantised_grads: None,
             quantised_frozen: None,
             optimizer: OptimizerConfig::default(),
+            muon: MuonSettings::new(|_, _| Vec::new()),
             groups: GroupSettings::default(),
             kind_of,
+            adapters: None,
             graphs: false,
             offload: OffloadSettings::default(),
             limit: Duration::from_secs(60),
@@ -99,14 +107,24 @@ impl Settings {
     /// # Errors
     /// As [`GroupSettings::resolve`].
     pub fn resolve_groups(&self, layout: &Layout) -> Result<ModelGroups, TrainError> {
-        let mut groups = self.groups.resolve(layout, self.kind_of)?;
-        let small = self.small_optimizer_state().wire();
-        groups.small = (small != self.optimizer_state().wire()).then_some(small);
+        let muon = (&self.muon, self.muon.lr_scale(self.optimizer.lr));
+        let mut groups = self.groups.resolve(layout, self.kind_of, Some(muon))?;
+        groups.freeze_from(self.saved_units(layout.units().len()));
+        let state = self.state_arrays().map(|of| of.map(|arrays| arrays.wire()));
+        let own = state[0][0];
+        let is_own = |format: &WireFormat| *format == own;
+        let alike = is_own(&state[0][1]) && (!groups.has_matrices() || state[1].iter().all(is_own));
+        groups.state = (!alike).then_some(state);
         groups.in_blocks = match self.quantised_frozen {
             Some(format) => in_blocks(format, self.kind_of, &groups, layout),
             None => vec![None; layout.units().len()],
         };
         Ok(groups)
+    }
+
+    /// The number of units, of `units`, that are saved: the first ones.
+    pub(crate) fn saved_units(&self, units: usize) -> usize {
+        self.adapters.map_or(units, |adapters| adapters.min(units))
     }
 
     /// The timeout of the host's waits for a stream: longer than a collective's, whose error names
@@ -160,12 +178,52 @@ impl Settings {
         if ranks == 1 && stored { 0 } else { 2 }
     }
 
+    /// The layout of the adapters in `layout`, if only they are trained.
+    ///
+    /// # Errors
+    /// A size does not fit 64 bits.
+    pub fn adapter_layout(&self, layout: &Layout) -> Result<Option<Layout>, ShardError> {
+        let Some(adapters) = self.adapters else {
+            return Ok(None);
+        };
+        let units = layout.units().iter().take(adapters).map(|unit| {
+            let params = unit.params.iter();
+            let params = params.map(|param| ParamSpec::new(&param.name, param.shape.clone()));
+            UnitSpec::new(&unit.name, params.collect::<Vec<_>>())
+        });
+        let units: Vec<_> = units.collect();
+        Layout::with_options(&units, layout.world_size(), self.layout_options()).map(Some)
+    }
+
     /// Bytes that a rank sends in a step, by axis: an upper bound at stage 3. Offloaded parameters
-    /// are gathered from the replicas before each gather of the group.
+    /// are gathered from the replicas before each gather of the group. Only what is trained is
+    /// reduced, and gathered after the update.
     ///
     /// # Errors
     /// A sum does not fit 64 bits.
     pub fn axis_traffic(&self, layouts: &GridLayout) -> Result<AxisTraffic, ShardError> {
+        let Some(adapters) = self.adapter_layout(layouts.parts())? else {
+            return self.traffic_of(layouts);
+        };
+        let trained = self.traffic_of(&self.mesh.layouts(&adapters)?)?;
+        if !self.stage.shards_params() {
+            return Ok(trained);
+        }
+        let mut axes = self.traffic_of(layouts)?;
+        for (axis, trained) in [
+            (&mut axes.all, trained.all),
+            (&mut axes.group, trained.group),
+            (&mut axes.replicas, trained.replicas),
+        ] {
+            let all_gather_bytes = axis.all_gather_bytes;
+            *axis = trained;
+            axis.all_gather_bytes = all_gather_bytes;
+        }
+        Ok(axes)
+    }
+
+    /// [`Self::axis_traffic`] if all units are trained.
+    fn traffic_of(&self, layouts: &GridLayout) -> Result<AxisTraffic, ShardError> {
         let mut axes = layouts.axis_traffic(self.stage, &self.widths(), self.reductions())?;
         if self.stage.shards_params() && self.offload.params != Home::Device {
             let gathers = 2 * self.grad_accum_steps as u64;
@@ -318,11 +376,36 @@ impl Settings {
         self.optimizer.arrays(self.dtype, self.offload.format)
     }
 
-    /// The arrays of the optimizer's state, of small parameters
-    /// ([`BlockFormat::holds`](zero_shard::BlockFormat::holds)).
-    pub fn small_optimizer_state(&self) -> StateArrays {
-        let format = self.offload.format;
-        let small = format.moments(format.moments.without_blocks());
-        self.optimizer.arrays(self.dtype, small)
+    /// Whether Muon may update a tensor: by default, or in a group.
+    pub fn names_muon(&self) -> bool {
+        let mut groups = self.groups.groups.iter();
+        self.muon.by_default || groups.any(|group| group.optimizer == Some(GroupRule::Muon))
+    }
+
+    /// The kinds of state of a run, in the order of checkpoints, each with arrays that have it.
+    pub fn state_kinds(&self, has_matrices: bool) -> Vec<(StateKind, StateArrays)> {
+        let [[adam, _], [muon, _]] = self.state_arrays();
+        let of_muon = Some(muon).filter(|_| has_matrices);
+        let mut kinds: Vec<(StateKind, StateArrays)> = Vec::new();
+        for arrays in [adam].into_iter().chain(of_muon) {
+            for kind in arrays.kinds() {
+                if kinds.iter().all(|(other, _)| *other != kind) {
+                    kinds.push((kind, arrays.clone()));
+                }
+            }
+        }
+        kinds
+    }
+
+    /// The arrays of the state of AdamW's tensors, and of Muon's: of those that are not small, and
+    /// of small ones ([`BlockFormat::holds`]).
+    pub(crate) fn state_arrays(&self) -> [[StateArrays; 2]; 2] {
+        let large = self.offload.format;
+        let small = large.moments(large.moments.without_blocks());
+        let muon = |format| StateArrays::new(&self.muon.rule, self.dtype, format);
+        [
+            [large, small].map(|format| self.optimizer.arrays(self.dtype, format)),
+            [large, small].map(muon),
+        ]
     }
 }

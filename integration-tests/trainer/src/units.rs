@@ -94,10 +94,10 @@ impl RunUnits {
         units: &[UnitSpec],
         ranks: u64,
     ) -> Result<Self, TrainError> {
-        let parts = Layout::with_options(units, ranks, settings.layout_options())?;
+        let layout = |units| Layout::with_options(units, ranks, settings.layout_options());
         Ok(Self {
-            layouts: Arc::new(settings.mesh.layouts(&parts)?),
-            saved: Arc::new(parts),
+            layouts: Arc::new(settings.mesh.layouts(&layout(units)?)?),
+            saved: Arc::new(layout(&units[..settings.saved_units(units.len())])?),
             tensor: None,
         })
     }

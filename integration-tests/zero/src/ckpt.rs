@@ -12,10 +12,12 @@ use zero_ckpt::{
 
 use crate::error::CliError;
 use crate::flags::{DTypeFlag, parse_bytes};
-use crate::model_files::{self, Exported};
+use crate::model_files::{self, Exported, base_of};
 use crate::output::{print_note, print_text};
 use crate::settings::record::RunRecord;
+use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
+use zero_models::hf::adapters::{Adapters, adapted_model, peft_config};
 
 /// Makes the messages of `zero-ckpt` name the commands of this program.
 pub fn name_commands() {
@@ -70,7 +72,7 @@ enum Command {
         folders: Vec<PathBuf>,
     },
     /// Write a Hugging Face folder: safetensors files, the tokenizer and the other files of the
-    /// model
+    /// model; of a run with --lora a folder of PEFT, or with --merge the whole model
     Export {
         /// A directory of checkpoints (selects the one that `latest` names) or one checkpoint in it
         checkpoint: PathBuf,
@@ -88,6 +90,12 @@ enum Command {
         /// The state to export: master (the weights), first_moment or second_moment
         #[arg(long, default_value = "master")]
         state: String,
+        /// Add the adapters of --lora to the weights of their base, and write the whole model
+        #[arg(long)]
+        merge: bool,
+        /// The folder of the base of --merge [default: that of the run]
+        #[arg(long, value_name = "HF_DIR", requires = "merge")]
+        base: Option<PathBuf>,
     },
     /// Save the weights of a Hugging Face folder as a checkpoint, and keep its other files beside
     /// it; `zero train --model DIR` starts from it
@@ -133,6 +141,8 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
             dtype,
             max_shard_size,
             state,
+            merge,
+            base,
         } => {
             let reader = open(&checkpoint, best)?;
             let dtype = match dtype {
@@ -144,7 +154,19 @@ pub fn run(args: CkptArgs) -> Result<(), CliError> {
                 .state(state)
                 .dtype(dtype)
                 .max_file_bytes(max_shard_size);
-            export(&reader, &out, options)
+            let model = adapted_model(&reader).map_err(CliError::failure)?;
+            match (model, merge) {
+                (None, false) => export(&reader, &out, options),
+                (None, true) => Err(usage!(
+                    "--merge: {} has no adapters",
+                    reader.path().display()
+                )),
+                (Some(model), false) => export_adapters(&reader, &model, &out, options),
+                (Some(model), true) => {
+                    let base = base_of(&reader, base.as_deref(), "--base")?;
+                    export_merged(reader, model, base, &out, options)
+                }
+            }
         }
         Command::Import { model, checkpoint } => import(&model, &checkpoint),
     }
@@ -179,6 +201,70 @@ fn export(reader: &Reader, out: &Path, options: ExportOptions) -> Result<(), Cli
         text += &format!("  it lacks: {lack}\n");
     }
     print_text(text)
+}
+
+/// Exports the adapters of a checkpoint as a folder of PEFT.
+fn export_adapters(
+    reader: &Reader,
+    model: &ModelConfig,
+    out: &Path,
+    options: ExportOptions,
+) -> Result<(), CliError> {
+    let run = RunRecord::of(reader)?;
+    let base = run.map_or(String::new(), |run| run.model.name);
+    let config = peft_config(model, &base);
+    let options = options.model_config(config).are_adapters(true);
+    let done = reader.export(out, &options).map_err(CliError::failure)?;
+    print_text(format!(
+        "{} adapters of step {}, {} bytes, in {}\n",
+        done.tensors / 2,
+        reader.manifest().step,
+        HumanCount(done.tensor_bytes),
+        out.display()
+    ))
+}
+
+/// Exports the base of a checkpoint's adapters with the adapters merged into it.
+fn export_merged(
+    reader: Reader,
+    model: ModelConfig,
+    base: HfFolder,
+    out: &Path,
+    options: ExportOptions,
+) -> Result<(), CliError> {
+    if options.state != ExportOptions::default().state {
+        let state = options.state;
+        return Err(usage!("--merge --state {state}: only weights are merged"));
+    }
+    let step = reader.manifest().step;
+    let run = RunRecord::of(&reader)?;
+    let exported = Exported::of(&reader, run.as_ref(), options.dtype)?;
+    let base = base.with_merged(Adapters::of_checkpoint(model, reader));
+    let params = base
+        .config()
+        .units()
+        .into_iter()
+        .flat_map(|unit| unit.params);
+    let options = options
+        .model_files(exported.files)
+        .model_config(exported.config);
+    let read = |name: &str, range, values: &mut [f32]| {
+        base.read(name, range, values)
+            .map_err(|error| CkptError::BadFile {
+                path: base.path().to_owned(),
+                why: error.to_string(),
+            })
+    };
+    let done = zero_ckpt::export(out, &params.collect::<Vec<_>>(), &read, &options);
+    let done = done.map_err(CliError::failure)?;
+    print_text(format!(
+        "{} tensors of {} with the adapters of step {step}, {} bytes, in {} file(s) in {}\n",
+        done.tensors,
+        base.path().display(),
+        HumanCount(done.tensor_bytes),
+        done.files.len(),
+        out.display()
+    ))
 }
 
 /// Opens the newest checkpoint in `path` or the best one, or the checkpoint `path`.

@@ -10,14 +10,17 @@ use clap::{Args, ValueEnum};
 use indicatif::HumanCount;
 use serde_json::json;
 use zero_alloc::device::DType;
+use zero_ckpt::Reader;
 use zero_data::check_tokenizer;
 use zero_models::generate::{Generator, GeneratorOptions, Sampling};
-use zero_models::hf::{HfFolder, companions};
+use zero_models::hf::adapters::{Adapters, adapted_model};
+use zero_models::hf::{HfError, HfFolder, companions};
 use zero_models::ops::Threads;
 
 use crate::codec::{Codec, Decoder};
 use crate::error::CliError;
 use crate::flags::{check_positive, limit_of_positions, parse_whole};
+use crate::model_files::base_of;
 use crate::output::{bytes, print_note, print_text};
 use crate::settings::record::RunRecord;
 
@@ -38,6 +41,12 @@ pub struct GenerateArgs {
     /// Take the checkpoint of the lowest validation loss
     #[arg(long, requires = "checkpoint")]
     pub best: bool,
+    /// A folder of PEFT, whose adapters are merged into the weights of --model
+    #[arg(long, value_name = "DIR", requires = "model")]
+    pub lora: Option<PathBuf>,
+    /// The folder of the base of a --checkpoint with adapters [default: that of its run]
+    #[arg(long, value_name = "HF_DIR", requires = "checkpoint")]
+    pub base: Option<PathBuf>,
     /// The text to continue
     #[arg(long, value_name = "TEXT")]
     pub prompt: Option<String>,
@@ -238,8 +247,30 @@ impl WeightSource {
             (None, Some(path)) => HfFolder::open(path),
             (None, None) => return Err(usage!("name a model")),
         };
+        let folder = match (folder, &args.lora) {
+            (Err(HfError::OnlyAdapters { path }), _) => return Self::of_adapters(&path, args),
+            (Ok(folder), Some(lora)) => {
+                let adapters = Adapters::open(lora, folder.config());
+                adapters.map(|adapters| folder.with_merged(adapters))
+            }
+            (folder, None) => folder,
+            (Err(error), _) => Err(error),
+        };
         let folder = folder.map_err(CliError::usage)?;
         let run = folder.checkpoint().map_or(Ok(None), RunRecord::of)?;
+        Ok(Self { folder, run })
+    }
+
+    /// The adapters of a checkpoint, merged into their base.
+    fn of_adapters(checkpoint: &Path, args: &GenerateArgs) -> Result<Self, CliError> {
+        let reader = Reader::open(checkpoint).map_err(CliError::usage)?;
+        let run = RunRecord::of(&reader)?;
+        let base = base_of(&reader, args.base.as_deref(), "--base")?;
+        let model = adapted_model(&reader).map_err(CliError::usage)?;
+        let folder = match model {
+            Some(model) => base.with_merged(Adapters::of_checkpoint(model, reader)),
+            None => base,
+        };
         Ok(Self { folder, run })
     }
 

@@ -11,7 +11,8 @@ use serde_json::{Map, Value};
 use zero_ckpt::{ModelFiles, Reader, StateDtype};
 use zero_models::ModelConfig;
 use zero_models::hf::companions::{self, read_json};
-use zero_models::hf::kept_files;
+use zero_models::hf::{HfFolder, kept_files};
+use zero_models::lora;
 
 use crate::error::CliError;
 use crate::settings::record::RunRecord;
@@ -89,7 +90,11 @@ impl Exported {
             Some(folder) => read_json(&folder.join("config.json")).map_err(CliError::failure)?,
             None => None,
         };
-        let own = with_dtype(reader.manifest().model_config.clone(), dtype);
+        let mut own = with_dtype(reader.manifest().model_config.clone(), dtype);
+        // Merged adapters are no part of the model.
+        if let Value::Object(keys) = &mut own {
+            keys.remove(lora::KEY);
+        }
         let config = match original.map(|original| with_dtype(original, dtype)) {
             Some(original) => merged(original, &own).unwrap_or_else(|| {
                 lacks.push(
@@ -106,6 +111,37 @@ impl Exported {
             config,
             lacks,
         })
+    }
+}
+
+/// The base of adapters in a checkpoint: the folder `named`, or the one that its run recorded.
+///
+/// # Errors
+/// It cannot be opened, or is not the base of the run.
+pub(crate) fn base_of(
+    reader: &Reader,
+    named: Option<&Path>,
+    flag: &str,
+) -> Result<HfFolder, CliError> {
+    let path = reader.path().display();
+    let model = RunRecord::of(reader)?.map(|record| record.model);
+    let recorded = model.as_ref().filter(|model| model.base_checksum.is_some());
+    let Some(folder) = named.or(recorded.map(|model| Path::new(&model.weights))) else {
+        return Err(usage!(
+            "{path} has adapters of a base that was drawn or is not recorded: pass its folder with {flag}"
+        ));
+    };
+    let base = HfFolder::open(folder)
+        .map_err(|error| usage!("the base of {path}: {error}; pass its folder with {flag}"))?;
+    let checksum = base.checksum(0, 1).map_err(CliError::failure)?;
+    let was = recorded.and_then(|model| model.base_checksum.as_deref());
+    match was.filter(|was| *was != format!("{checksum:016x}")) {
+        None => Ok(base),
+        Some(was) => Err(usage!(
+            "{}: the adapters of {path} were trained on another base (checksum {was}; this one has {checksum:016x}): \
+             pass its folder with {flag}",
+            folder.display()
+        )),
     }
 }
 

@@ -7,6 +7,8 @@ use zero_data::TrainingData;
 use zero_shard::{ParamSpec, TensorCut, UnitSpec};
 
 use zero_models::hf::HfFolder;
+use zero_models::hf::adapters::Adapters;
+use zero_models::lora::PREFIX;
 use zero_models::ops::Threads;
 use zero_models::{ModelConfig, ModelOptions};
 
@@ -26,6 +28,10 @@ pub struct ModelWorkload {
     pub config: ModelConfig,
     /// The initial weights.
     pub weights: Weights,
+    /// The initial adapters, if the model has some that are not drawn.
+    pub adapters: Option<Adapters>,
+    /// The seed of adapters that are drawn.
+    pub adapter_seed: u64,
     /// The training data.
     pub data: TrainingData,
     /// Micro-batch, sequence length, element type and activation checkpointing.
@@ -107,18 +113,16 @@ impl ModelWorkload {
     }
 
     fn initial_weights(&self) -> Result<Box<InitialWeights<'_>>, ModelError> {
-        Ok(match &self.weights {
-            Weights::Initial(seed) => {
-                // Without this pool, rayon would start its global pool, with a thread for each
-                // core.
-                let threads = Threads::new(self.threads)?;
-                Box::new(move |name, range, out| {
-                    Ok(threads.run(|| self.config.fill_initial(*seed, name, range, out))?)
-                })
-            }
-            Weights::Folder(folder) => {
-                Box::new(|name, range, out| Ok(folder.read(name, range, out)?))
-            }
-        })
+        // Without this pool, rayon would start its global pool, with a thread for each core.
+        let threads = Threads::new(self.threads)?;
+        Ok(Box::new(move |name, range, out| {
+            let seed = match (&self.weights, &self.adapters, name.starts_with(PREFIX)) {
+                (_, Some(adapters), true) => return Ok(adapters.read(name, range, out)?),
+                (_, None, true) => self.adapter_seed,
+                (Weights::Folder(folder), _, false) => return Ok(folder.read(name, range, out)?),
+                (Weights::Initial(seed), _, false) => *seed,
+            };
+            Ok(threads.run(|| self.config.fill_initial(seed, name, range, out))?)
+        }))
     }
 }

@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use zero_shard::ParamSpec;
 
 use crate::format::header::{Header, TensorEntry};
 use crate::format::names::random;
@@ -18,6 +20,12 @@ const CHUNK_ELEMS: u64 = 1 << 20;
 
 /// File of the model's configuration.
 const CONFIG: &str = "config.json";
+
+/// Files of adapters and of their configuration, as Hugging Face's PEFT names them.
+const ADAPTERS: [&str; 2] = ["adapter_model.safetensors", "adapter_config.json"];
+
+/// Reads elements of a tensor.
+pub type ReadTensor<'a> = dyn Fn(&str, Range<u64>, &mut [f32]) -> Result<(), CkptError> + 'a;
 
 /// Options of [`Reader::export`].
 #[derive(Clone, Debug)]
@@ -33,6 +41,8 @@ pub struct ExportOptions {
     pub model_config: Option<Value>,
     /// Other files of the model.
     pub model_files: Option<ModelFiles>,
+    /// Whether the tensors are adapters: in one file, with the names of PEFT's files.
+    pub are_adapters: bool,
 }
 
 impl Default for ExportOptions {
@@ -44,6 +54,7 @@ impl Default for ExportOptions {
             max_file_bytes: 5_000_000_000,
             model_config: None,
             model_files: None,
+            are_adapters: false,
         }
     }
 }
@@ -54,6 +65,7 @@ zero_shard::setters!(ExportOptions {
     model_config: impl Into<Option<Value>>,
     model_files: impl Into<Option<ModelFiles>>,
     max_file_bytes: u64,
+    are_adapters: bool,
 });
 
 /// The result of [`Reader::export`].
@@ -82,37 +94,75 @@ impl Reader {
         out: impl AsRef<Path>,
         options: &ExportOptions,
     ) -> Result<ExportReport, CkptError> {
-        let out = out.as_ref();
         self.state(&options.state)?;
-        if out.exists() && !std::fs::read_dir(out).is_ok_and(|mut d| d.next().is_none()) {
-            let what = format!("{}", out.display());
-            return Err(CkptError::argument(
-                what,
-                "a new or empty directory",
-                "an existing file or a directory with content",
-            ));
-        }
-        // Removes a trailing separator, after which the partial directory would be inside `out`.
-        let out: &Path = &out.components().collect::<PathBuf>();
-        let partial = Partial::create(out)?;
-        let mut exported = self.export_files(&partial.path, options)?;
-        partial.publish(out)?;
-        exported.files.iter_mut().for_each(|f| *f = out.join(&*f));
-        Ok(exported)
+        let tensors = self.params();
+        let tensors = tensors.map(|param| ParamSpec::new(&param.name, param.shape.clone()));
+        let mut options = options.clone();
+        let config = &self.manifest().model_config;
+        options.model_config.get_or_insert_with(|| config.clone());
+        let read =
+            |name: &str, range, out: &mut [f32]| self.read_param(&options.state, name, range, out);
+        export(out.as_ref(), &tensors.collect::<Vec<_>>(), &read, &options)
     }
+}
 
-    fn export_files(&self, dir: &Path, options: &ExportOptions) -> Result<ExportReport, CkptError> {
-        let groups = self.groups(options);
+/// [`Reader::export`] of tensors of any source, which `read` reads. The state is that of the source.
+///
+/// # Errors
+/// As [`Reader::export`], or those of `read`.
+pub fn export(
+    out: &Path,
+    tensors: &[ParamSpec],
+    read: &ReadTensor<'_>,
+    options: &ExportOptions,
+) -> Result<ExportReport, CkptError> {
+    if out.exists() && !std::fs::read_dir(out).is_ok_and(|mut d| d.next().is_none()) {
+        let what = format!("{}", out.display());
+        return Err(CkptError::argument(
+            what,
+            "a new or empty directory",
+            "an existing file or a directory with content",
+        ));
+    }
+    // Removes a trailing separator, after which the partial directory would be inside `out`.
+    let out: &Path = &out.components().collect::<PathBuf>();
+    let partial = Partial::create(out)?;
+    let export = Export {
+        tensors,
+        read,
+        options,
+    };
+    let mut exported = export.export_files(&partial.path)?;
+    partial.publish(out)?;
+    exported.files.iter_mut().for_each(|f| *f = out.join(&*f));
+    Ok(exported)
+}
+
+/// An export that has begun.
+struct Export<'a> {
+    tensors: &'a [ParamSpec],
+    read: &'a ReadTensor<'a>,
+    options: &'a ExportOptions,
+}
+
+impl Export<'_> {
+    fn export_files(&self, dir: &Path) -> Result<ExportReport, CkptError> {
+        let options = self.options;
+        let [single, config_file] = match options.are_adapters {
+            true => ADAPTERS,
+            false => [SINGLE, CONFIG],
+        };
+        let groups = self.groups()?;
         let mut files = Vec::new();
         let mut map = BTreeMap::new();
         let mut total = 0;
 
         for (i, group) in groups.iter().enumerate() {
             let name = match groups.len() {
-                1 => SINGLE.to_string(),
+                1 => single.to_string(),
                 n => format!("model-{:05}-of-{n:05}.safetensors", i + 1),
             };
-            self.export_file(&dir.join(&name), group, options)?;
+            self.export_file(&dir.join(&name), group)?;
             total += group.last().map_or(0, |t| t.range.end);
             map.extend(group.iter().map(|t| (t.name.clone(), name.clone())));
             files.push(PathBuf::from(name));
@@ -134,9 +184,8 @@ impl Reader {
             files.write(&Dir::open(dir)?)?;
         }
         let config = options.model_config.as_ref();
-        let config = config.unwrap_or(&self.manifest().model_config);
-        if !config.is_null() {
-            write_json(&dir.join(CONFIG), config)?;
+        if let Some(config) = config.filter(|config| !config.is_null()) {
+            write_json(&dir.join(config_file), config)?;
         }
         Ok(ExportReport {
             files,
@@ -145,13 +194,21 @@ impl Reader {
         })
     }
 
-    /// Distributes the parameters to files.
-    fn groups(&self, options: &ExportOptions) -> Vec<Vec<TensorEntry>> {
+    /// Distributes the tensors to files.
+    fn groups(&self) -> Result<Vec<Vec<TensorEntry>>, CkptError> {
+        let options = self.options;
+        let most = match options.are_adapters {
+            true => u64::MAX,
+            false => options.max_file_bytes,
+        };
         let mut groups = vec![Vec::new()];
         let mut end = 0u64;
-        for param in self.params() {
-            let bytes = param.numel_elems.saturating_mul(options.dtype.bytes());
-            if end > 0 && end.saturating_add(bytes) > options.max_file_bytes {
+        for param in self.tensors {
+            let elems = param
+                .numel_elems()
+                .map_err(|e| CkptError::NotStorable { why: e.to_string() })?;
+            let bytes = elems.saturating_mul(options.dtype.bytes());
+            if end > 0 && end.saturating_add(bytes) > most {
                 groups.push(Vec::new());
                 end = 0;
             }
@@ -166,15 +223,11 @@ impl Reader {
                 });
             }
         }
-        groups
+        Ok(groups)
     }
 
-    fn export_file(
-        &self,
-        path: &Path,
-        tensors: &[TensorEntry],
-        options: &ExportOptions,
-    ) -> Result<(), CkptError> {
+    fn export_file(&self, path: &Path, tensors: &[TensorEntry]) -> Result<(), CkptError> {
+        let options = self.options;
         let io = || CkptError::io("write", path);
         let mut file = File::create_new(path).map_err(io())?;
         // Hugging Face's library rejects files without this entry.
@@ -201,7 +254,7 @@ impl Reader {
             while start < elems {
                 let end = elems.min(start + CHUNK_ELEMS);
                 let values = &mut values[..(end - start) as usize];
-                self.read_param(&options.state, &tensor.name, start..end, values)?;
+                (self.read)(&tensor.name, start..end, values)?;
                 let bytes = &mut bytes[..values.len() * options.dtype.bytes() as usize];
                 options.dtype.narrow(values, bytes);
                 file.write_all(bytes).map_err(io())?;

@@ -33,6 +33,8 @@ pub struct Reader {
     pub(crate) joined: Option<Joined>,
     /// The part of the model that views are of.
     pub(super) division: Option<Arc<Division>>,
+    /// The number of units, the first ones of a layout, that views have; `None`: all.
+    pub(super) first_units: Option<usize>,
     pub(crate) coverage: Coverage,
     /// Checksum of the manifest's content.
     pub(crate) crc64: u64,
@@ -197,6 +199,7 @@ impl Reader {
             layout,
             joined,
             division: None,
+            first_units: None,
             coverage,
             crc64,
             files,

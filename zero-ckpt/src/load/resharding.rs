@@ -65,6 +65,14 @@ impl Reader {
         Ok(self)
     }
 
+    /// Makes [`Reader::view`] accept layouts with more units than the checkpoint: of a view's layout
+    /// only the first `units` units are in the checkpoint, and reading others is an error.
+    #[must_use]
+    pub fn of_first_units(mut self, units: usize) -> Self {
+        self.first_units = Some(units);
+        self
+    }
+
     /// The division of the whole parameters into `part` and others; `None` for the whole model.
     fn divide(
         &self,
@@ -92,7 +100,10 @@ impl<'a> View<'a> {
         layout: &'a Layout,
         division: Option<Arc<Division>>,
     ) -> Result<Self, CkptError> {
-        let wanted = ModelSpec::from(layout);
+        let mut wanted = ModelSpec::from(layout);
+        wanted
+            .units
+            .truncate(reader.first_units.unwrap_or(usize::MAX));
         let difference = match &division {
             None => difference_of_whole(reader, &wanted),
             Some(division) => division.model.difference(&wanted).map(|difference| {

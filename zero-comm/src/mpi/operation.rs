@@ -24,7 +24,7 @@ use super::raw::{MpiError, Request};
 use super::staging::Staging;
 use super::tags::{Pending, Phase};
 use super::world::{Interrupt, Pause, World};
-use crate::call::{Call, Checked};
+use crate::call::{Call, Checked, Counts};
 use crate::comm_dtype::CommDType;
 use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
 use crate::{Collective, CommError, ReduceOp};
@@ -106,7 +106,11 @@ impl Operation {
 
     /// The segments of `whole`, except this rank's.
     fn parts(&self, whole: AnySlice) -> Vec<PeerBytes> {
-        let segments = self.checked.call.segments.ranges(self.n()).enumerate();
+        self.parts_by(&self.checked.call.segments, whole)
+    }
+
+    fn parts_by(&self, segments: &Counts, whole: AnySlice) -> Vec<PeerBytes> {
+        let segments = segments.ranges(self.n()).enumerate();
         let part = |(peer, segment): (usize, Range<usize>)| PeerBytes {
             peer,
             bytes: whole.slice(segment),
@@ -323,21 +327,14 @@ impl Operation {
         let receives: Vec<_> = self.others().map(|peer| (peer, bytes)).collect();
 
         self.transfer(Phase::Compare, &sends, &receives, |received| {
+            let mut calls = Vec::with_capacity(self.n());
             for (index, peer) in self.others().enumerate() {
                 // A call may be shorter than its place.
                 match postcard::take_from_bytes::<Call>(received.received(index)) {
-                    Ok((other, _)) if other == *call => {}
                     Ok((other, _)) => {
-                        let call = self.call();
-                        let other_call = Box::new(other);
-                        let error = CommError::Mismatch {
-                            sequence,
-                            rank,
-                            call,
-                            other_rank: peer,
-                            other_call,
-                        };
-                        return Err(self.fail(peer, error));
+                        Call::compare(sequence, [call, &other], [rank, peer])
+                            .map_err(|error| self.fail(peer, error))?;
+                        calls.push(other);
                     }
                     Err(error) => {
                         let message = format!(
@@ -353,7 +350,14 @@ impl Operation {
                     }
                 }
             }
-            Ok(())
+            calls.insert(rank, call.clone());
+            Call::compare_pairs(sequence, &calls, |rank| rank).map_err(|error| {
+                let at_fault = match error {
+                    CommError::Unmatched { rank, .. } => rank,
+                    _ => rank,
+                };
+                self.fail(at_fault, error)
+            })
         })
     }
 
@@ -413,8 +417,10 @@ impl Operation {
                 self.exchange(Phase::Gather, &sends, &receives)
             }
             (Collective::AllToAll, _) => {
-                copy(send.slice(own.clone()), recv.slice(own));
-                self.exchange(Phase::Scatter, &self.parts(send), &self.parts(recv))
+                let received = call.segments.received();
+                copy(send.slice(own), recv.slice(received.range(rank, self.n())));
+                let receives = self.parts_by(&received, recv);
+                self.exchange(Phase::Scatter, &self.parts(send), &receives)
             }
             (Collective::Barrier | Collective::ReduceScatter | Collective::AllReduce, _) => Ok(()),
         }

@@ -261,11 +261,34 @@ impl Handle {
                 // order: its value is never used.
                 unsafe { (table.all_reduce)(at, at, len, u8, sum, raw, stream) }
             }
+            // The own pair is there also without elements: each rank takes part in the group. NCCL
+            // would synchronize other pairs without elements for nothing.
+            Collective::AllToAll => {
+                let received = call.segments.received();
+                let sends = segments().map(|(q, part)| (q, send.slice(part), true));
+                let receives = (0..n).zip(received.ranges(n));
+                let receives = receives.map(|(q, part)| (q, recv.slice(part), false));
+                let both = sends.chain(receives);
+                let both = both.filter(|(q, part, _)| *q == rank || !part.is_empty());
+                self.grouped(both, |(q, part, sends)| {
+                    let at = part.as_ptr().cast::<c_void>();
+                    let len = part.len();
+                    if sends {
+                        // SAFETY: `checked` proves that the buffers have these counts, and their
+                        // maker that they stay valid until the stream has run the call; the
+                        // communicator and the stream are valid by the caller's promise.
+                        unsafe {
+                            (table.send)(at.cast_const(), len, dtype, q as c_int, raw, stream)
+                        }
+                    } else {
+                        // SAFETY: as above.
+                        unsafe { (table.receive)(at, len, dtype, q as c_int, raw, stream) }
+                    }
+                })
+            }
             // The check of the call has compared the buffers' lengths with this.
             _ if call.segments.total(n) == 0 => SUCCESS,
-            // SAFETY: `checked` proves that the buffers have these counts, and their maker that
-            // they stay valid until the stream has run the call; the communicator and the stream
-            // are valid by the caller's promise.
+            // SAFETY: as above.
             Collective::AllReduce => unsafe {
                 (table.all_reduce)(from, to, recv.len(), dtype, op, raw, stream)
             },
@@ -308,28 +331,6 @@ impl Handle {
                     unsafe { (table.broadcast)(from, at, len, dtype, q as c_int, raw, stream) }
                 },
             ),
-            Collective::AllToAll => {
-                let both =
-                    segments().flat_map(|(q, part)| [(q, part.clone(), true), (q, part, false)]);
-                self.grouped(both, |(q, part, sends)| {
-                    let part = if sends {
-                        send.slice(part)
-                    } else {
-                        recv.slice(part)
-                    };
-                    let at = part.as_ptr().cast::<c_void>();
-                    let len = part.len();
-                    if sends {
-                        // SAFETY: as above.
-                        unsafe {
-                            (table.send)(at.cast_const(), len, dtype, q as c_int, raw, stream)
-                        }
-                    } else {
-                        // SAFETY: as above.
-                        unsafe { (table.receive)(at, len, dtype, q as c_int, raw, stream) }
-                    }
-                })
-            }
         }
     }
 

@@ -93,8 +93,12 @@ impl Carried {
         self.exchange(running, parts.collect())?;
 
         let calls = theirs.chunks(own.len()).enumerate();
-        let mut others = calls.filter(|(peer, _)| *peer != rank);
-        others.try_for_each(|(peer, call)| running.compare(call, peer))
+        let calls = calls.map(|(peer, call)| match peer == rank {
+            true => Ok(running.checked.call.clone()),
+            false => running.compare(call, peer),
+        });
+        let calls: Vec<Call> = calls.collect::<Result<_, _>>()?;
+        Call::compare_pairs(running.sequence, &calls, |rank| rank).map_err(Failure::Fault)
     }
 
     /// Exchanges the parts of the other ranks.
@@ -208,10 +212,13 @@ impl Work<'_> {
 
     fn all_to_all(&self) -> Result<(), Failure> {
         let checked = self.running.checked;
-        let of = |slice: AnySlice, peer: usize| slice.slice(self.segments[peer].clone());
-        let rank = self.link.group.rank;
-        copy(host(of(checked.send, rank)), of(checked.recv, rank));
-        self.exchange(|peer| of(checked.send, peer), |peer| of(checked.recv, peer))
+        let Group { rank, world_size } = self.link.group;
+        let received = checked.call.segments.received();
+        let received: Vec<Range<usize>> = received.ranges(world_size).collect();
+        let from = |peer: usize| checked.send.slice(self.segments[peer].clone());
+        let to = |peer: usize| checked.recv.slice(received[peer].clone());
+        copy(host(from(rank)), to(rank));
+        self.exchange(from, to)
     }
 }
 

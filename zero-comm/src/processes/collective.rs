@@ -207,31 +207,29 @@ impl Running<'_> {
         postcard::to_allocvec(&self.checked.call).unwrap_or_default()
     }
 
-    /// Compares the call with the one that another rank has sent.
-    pub(super) fn compare(&self, theirs: &[u8], other_rank: usize) -> Result<(), Failure> {
+    /// Compares the call with the one that another rank has sent, apart from pairs of counts, and
+    /// returns that.
+    pub(super) fn compare(&self, theirs: &[u8], other_rank: usize) -> Result<Call, Failure> {
         let call = &self.checked.call;
         let sequence = self.sequence;
-        let error = match postcard::take_from_bytes::<Call>(theirs) {
-            Ok((theirs, _)) if theirs == *call => return Ok(()),
-            Ok((theirs, _)) => CommError::Mismatch {
-                sequence,
-                rank: self.world.rank,
-                call: Box::new(call.clone()),
-                other_rank,
-                other_call: Box::new(theirs),
-            },
-            Err(_) => CommError::Peer {
-                rank: other_rank,
-                message: format!("collective {sequence}, {call}: sent an undecodable call"),
-            },
+        let undecodable = |_| CommError::Peer {
+            rank: other_rank,
+            message: format!("collective {sequence}, {call}: sent an undecodable call"),
         };
-        Err(Failure::Fault(error))
+        let theirs = postcard::take_from_bytes::<Call>(theirs).map_err(undecodable);
+        let compared = theirs.and_then(|(theirs, _)| {
+            let named = [self.world.rank, other_rank];
+            Call::compare(sequence, [call, &theirs], named).map(|()| theirs)
+        });
+        compared.map_err(Failure::Fault)
     }
 }
 
 impl Medium for Rounds {
     fn run(&mut self, running: &Running<'_>) -> Result<(), Failure> {
+        let segments = &running.checked.call.segments;
         let work = Work {
+            longest: segments.longest(self.memory().group().world_size),
             rounds: self,
             checked: running.checked,
             unsent: Some(running.encoded()),
@@ -248,6 +246,9 @@ struct Work<'a> {
     checked: &'a Checked,
     /// The call as bytes, until the first round has sent it.
     unsent: Option<Vec<u8>>,
+    /// The longest segment of all ranks, in elements: all have as many rounds as it needs. Before
+    /// the first round only of this rank, whose pairs of counts are its own.
+    longest: usize,
 }
 
 impl Work<'_> {
@@ -283,12 +284,6 @@ impl Work<'_> {
         self.rounds.memory().group()
     }
 
-    /// The longest segment, in elements: all ranks have as many rounds as it needs.
-    fn longest(&self) -> usize {
-        let segments = self.checked.call.segments.ranges(self.n());
-        segments.map(|segment| segment.len()).max().unwrap_or(0)
-    }
-
     /// Runs a round: `write` fills this rank's data, `read` reads those of the others.
     fn round(
         &mut self,
@@ -311,25 +306,35 @@ impl Work<'_> {
                 write(&mut half[header..]);
             },
             |halves| {
-                for peer in (0..compared).filter(|&peer| peer != rank) {
+                let mut calls = Vec::with_capacity(compared);
+                for peer in 0..compared {
+                    if peer == rank {
+                        calls.push(running.checked.call.clone());
+                        continue;
+                    }
                     let header = halves.header(peer)?;
                     let bytes = header
                         .first_chunk()
                         .map_or(0, |len| u32::from_le_bytes(*len) as usize);
                     let theirs = header.get(4..4 + bytes).unwrap_or_default();
                     // Behind the wait for the peer, which has written its rank before.
-                    running.compare(theirs, halves.world_rank(peer))?;
+                    let theirs = running.compare(theirs, halves.world_rank(peer))?;
+                    self.longest = self.longest.max(theirs.segments.longest(world_size));
+                    calls.push(theirs);
                 }
+                Call::compare_pairs(running.sequence, &calls, |peer| halves.world_rank(peer))
+                    .map_err(Failure::Fault)?;
                 read(halves)
             },
         )
     }
 
-    /// Sends segment q of `send` to rank q, in pieces; `take` gets the range of a piece within this
-    /// rank's segment, and its bytes from every rank, in rank order.
+    /// Sends segment q of `send` to rank q, in pieces. Range q of `into` has the length of what rank q
+    /// sends; `take` gets the parts of these ranges, and the bytes for them, by rank.
     fn scatter(
         &mut self,
-        mut take: impl FnMut(Range<usize>, &[&[u8]]) -> Result<(), Failure>,
+        into: &[Range<usize>],
+        mut take: impl FnMut(&[Range<usize>], &[&[u8]]) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         let Checked { call, send, .. } = self.checked;
         let Group { rank, world_size } = self.group();
@@ -337,47 +342,54 @@ impl Work<'_> {
         let stride = DATA_BYTES / world_size / 64 * 64;
         let step = (stride / elem).max(1);
         let segments: Vec<Range<usize>> = call.segments.ranges(world_size).collect();
-        let piece = |segment: &Range<usize>, at: usize| {
+        let part = |segment: &Range<usize>, at: usize| {
             let start = (segment.start + at).min(segment.end);
-            send.slice(start..(start + step).min(segment.end))
+            start..(start + step).min(segment.end)
         };
 
-        for at in (0..self.longest().max(1)).step_by(step) {
-            let own = piece(&segments[rank], at);
+        let mut at = 0;
+        loop {
+            let own = send.slice(part(&segments[rank], at));
             self.round(
                 |half| {
                     for (peer, segment) in segments.iter().enumerate().filter(|(q, _)| *q != rank) {
-                        let bytes = host(piece(segment, at));
+                        let bytes = host(send.slice(part(segment, at)));
                         half[peer * stride..][..bytes.len()].copy_from_slice(bytes);
                     }
                 },
                 |halves| {
+                    let parts: Vec<_> = into.iter().map(|range| part(range, at)).collect();
                     let mut pieces = Vec::with_capacity(world_size);
-                    for peer in 0..world_size {
+                    for (peer, part) in parts.iter().enumerate() {
                         pieces.push(match peer == rank {
                             true => host(own),
-                            false => &halves.data(peer)?[rank * stride..][..own.len_bytes()],
+                            false => &halves.data(peer)?[rank * stride..][..part.len() * elem],
                         });
                     }
-                    let start = at.min(segments[rank].len());
-                    take(start..start + own.len(), &pieces)
+                    take(&parts, &pieces)
                 },
             )?;
+            at += step;
+            if at >= self.longest {
+                return Ok(());
+            }
         }
-        Ok(())
     }
 
     fn reduce_scatter(&mut self, op: ReduceOp, recv: AnySlice) -> Result<(), Failure> {
         let call = &self.checked.call;
-        self.scatter(|range, pieces| Ok(reduce((call, op), pieces, recv.slice(range))?))
+        let into = vec![0..recv.len(); self.n()];
+        self.scatter(&into, |parts, pieces| {
+            Ok(reduce((call, op), pieces, recv.slice(parts[0].clone()))?)
+        })
     }
 
     fn all_to_all(&mut self, recv: AnySlice) -> Result<(), Failure> {
-        let segments: Vec<Range<usize>> = self.checked.call.segments.ranges(self.n()).collect();
-        self.scatter(|range, pieces| {
-            for (piece, segment) in pieces.iter().zip(&segments) {
-                let into = recv.slice(segment.start + range.start..segment.start + range.end);
-                copy(piece, into);
+        let received = self.checked.call.segments.received();
+        let into: Vec<Range<usize>> = received.ranges(self.n()).collect();
+        self.scatter(&into, |parts, pieces| {
+            for (piece, part) in pieces.iter().zip(parts) {
+                copy(piece, recv.slice(part.clone()));
             }
             Ok(())
         })
@@ -396,7 +408,7 @@ impl Work<'_> {
 
         // Behind a reduce-scatter, ranks without elements have nothing to say.
         let least = usize::from(self.unsent.is_some());
-        for at in (0..self.longest().max(least)).step_by(step) {
+        for at in (0..self.longest.max(least)).step_by(step) {
             let piece = |segment: &Range<usize>| {
                 let start = (segment.start + at).min(segment.end);
                 recv.slice(start..(start + step).min(segment.end))

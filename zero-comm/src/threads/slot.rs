@@ -1,7 +1,7 @@
 //! The synchronization of the ranks in one collective.
 //!
 //! A slot's states: *gathering* (ranks post their calls and buffers) -> *working* (all have posted
-//! the same call) -> *done* (all have done their shares). A failure ends it in any state.
+//! calls that match) -> *done* (all have done their shares). A failure ends it in any state.
 //! Invariants, under its monitor:
 //!
 //! - `arrived` counts the ranks that have posted, `working` those that access the posted buffers
@@ -12,22 +12,14 @@
 
 use std::time::Duration;
 
-use zero_alloc::device::AnySlice;
 use zero_alloc::host::{Monitor, Polling};
 
 use crate::CommError;
-use crate::call::{Call, Checked};
-
-/// The buffers that a rank has posted.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Posted {
-    pub(super) send: AnySlice,
-    pub(super) recv: AnySlice,
-}
+use crate::call::{Call, Checked, Counts};
 
 #[derive(Debug, Default)]
 struct State {
-    posted: Vec<Option<Posted>>,
+    posted: Vec<Option<Checked>>,
     arrived: usize,
     working: usize,
     done: usize,
@@ -37,10 +29,10 @@ struct State {
 impl State {
     /// Starts this rank's work when all ranks have posted; returns their buffers. After a failure,
     /// returns it when no rank works. `None`: neither yet.
-    fn begin_work(&mut self) -> Option<Result<Vec<Posted>, CommError>> {
+    fn begin_work(&mut self) -> Option<Result<Vec<Checked>, CommError>> {
         if self.failure.is_none() && self.arrived == self.posted.len() {
             self.working += 1;
-            return Some(Ok(self.posted.iter().flatten().copied().collect()));
+            return Some(Ok(self.posted.iter().flatten().cloned().collect()));
         }
         self.failure.clone().filter(|_| self.working == 0).map(Err)
     }
@@ -50,7 +42,7 @@ impl State {
 #[derive(Debug)]
 pub(super) struct Slot {
     sequence: u64,
-    /// The first rank and its call; the others must post the same.
+    /// The first rank and its call; those of the others must match it.
     pub(super) call: (usize, Call),
     monitor: Monitor<State>,
 }
@@ -80,31 +72,30 @@ impl Slot {
         });
     }
 
-    /// Posts the buffers of `rank`.
+    /// Posts the call and the buffers of `rank`.
     ///
     /// # Errors
-    /// [`CommError::Mismatch`] if another rank has posted another call; nothing is posted then.
+    /// [`CommError::Mismatch`] or [`CommError::Unmatched`] if the call of another rank does not
+    /// match; nothing is posted then.
     pub(super) fn post(&self, rank: usize, checked: &Checked) -> Result<(), CommError> {
-        let (other_rank, other_call) = &self.call;
-        if *other_call != checked.call {
-            return Err(CommError::Mismatch {
-                sequence: self.sequence,
-                rank,
-                call: Box::new(checked.call.clone()),
-                other_rank: *other_rank,
-                other_call: Box::new(other_call.clone()),
-            });
-        }
+        let call = &checked.call;
+        let (first, first_call) = &self.call;
+        Call::compare(self.sequence, [call, first_call], [rank, *first])?;
+        let has_pairs = matches!(call.segments, Counts::Pairs(_));
+
         let post = |state: &mut State| {
-            state.posted[rank] = Some(Posted {
-                send: checked.send,
-                recv: checked.recv,
+            let mut others = state.posted.iter().enumerate().filter(|_| has_pairs);
+            let unmatched = others.find_map(|(other, posted)| {
+                let calls = [call, &posted.as_ref()?.call];
+                Call::unmatched(self.sequence, calls, [rank, other], [rank, other])
             });
+            unmatched.map_or(Ok(()), Err)?;
+            state.posted[rank] = Some(checked.clone());
             state.arrived += 1;
+            Ok(())
         };
         let is_last = |state: &State| state.arrived == state.posted.len();
-        self.monitor.update_and_wake(post, is_last);
-        Ok(())
+        self.monitor.update_and_wake(post, is_last)
     }
 
     /// Waits until all ranks have posted, for at most `limit`; `None` if it passed. This rank must
@@ -112,7 +103,7 @@ impl Slot {
     ///
     /// # Errors
     /// The failure that ended the collective; the rank's buffers are unused.
-    pub(super) fn arrive(&self, limit: Duration) -> Result<Option<Vec<Posted>>, CommError> {
+    pub(super) fn arrive(&self, limit: Duration) -> Result<Option<Vec<Checked>>, CommError> {
         self.monitor
             .wait_until(limit, String::new, State::begin_work)
             .map_or(Ok(None), |begun| begun.map(Some))
@@ -121,7 +112,7 @@ impl Slot {
     /// Like [`Slot::arrive`] without a limit, when all ranks have arrived or the world has failed.
     /// It ends: no rank starts to work after a failure, and those that work run a finite loop over
     /// memory. Until they end they access this rank's buffers, so a limit would be unsound.
-    pub(super) fn arrive_or_fail(&self) -> Result<Vec<Posted>, CommError> {
+    pub(super) fn arrive_or_fail(&self) -> Result<Vec<Checked>, CommError> {
         // `Duration::MAX` never times out.
         self.monitor
             .wait_until(Duration::MAX, String::new, State::begin_work)?

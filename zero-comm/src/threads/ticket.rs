@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::shared::Shared;
-use super::slot::{Posted, Slot};
+use super::slot::Slot;
 use crate::CommError;
 use crate::call::{Call, Checked};
 
@@ -80,7 +80,7 @@ impl Ticket {
     }
 
     /// Waits until all ranks have posted, runs `work`, and waits until all have done their shares.
-    pub(super) fn run(mut self, work: impl FnOnce(&Call, &[Posted])) -> Result<(), CommError> {
+    pub(super) fn run(mut self, work: impl FnOnce(&Call, &[Checked])) -> Result<(), CommError> {
         let result = self.arrive().and_then(|(slot, posted)| {
             self.enter(Phase::Working(Arc::clone(&slot)));
             work(&self.checked.call, &posted);
@@ -94,7 +94,7 @@ impl Ticket {
         result
     }
 
-    fn arrive(&self) -> Result<(Arc<Slot>, Vec<Posted>), CommError> {
+    fn arrive(&self) -> Result<(Arc<Slot>, Vec<Checked>), CommError> {
         let sequence = self.sequence;
         let rank = self.rank;
         let limit = self.shared.options.limit;

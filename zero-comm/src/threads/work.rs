@@ -12,8 +12,8 @@
 //!
 //! No two ranks write the same byte, and no rank reads a byte that another writes: in place, only
 //! rank `r` reads segment `r` of `send`, before it writes there. Every SAFETY comment here relies
-//! on this, and on `Checked::check`: each buffer is host memory with the length that its group
-//! determines, and a rank's two buffers overlap only in place. Buffers of different ranks are
+//! on this, and on `Checked::check`: each buffer is host memory with the length that its
+//! call determines, and a rank's two buffers overlap only in place. Buffers of different ranks are
 //! different memory, because the makers of their slices promised that accesses are ordered by
 //! streams, and no event orders the ranks' streams within a collective. The two waits order these
 //! accesses against everything before and after.
@@ -23,8 +23,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DeviceSlice};
 
-use super::slot::Posted;
-use crate::call::{Call, Group};
+use crate::call::{Call, Checked, Group};
 use crate::comm_dtype::CommDType;
 use crate::reduce::{CHUNK_ELEMS, Reducible, Store};
 use crate::{Collective, ReduceOp, nontemporal};
@@ -32,8 +31,8 @@ use crate::{Collective, ReduceOp, nontemporal};
 /// Bytes copied at a time to all peers, so that the source is read from memory once.
 const COPY_CHUNK_BYTES: usize = 64 * 1024;
 
-/// Does the share of `group.rank`; `posted` contains the buffers of all ranks, by rank.
-pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
+/// Does the share of `group.rank`; `posted` contains the calls of all ranks, by rank.
+pub(super) fn run(group: Group, call: &Call, posted: &[Checked]) {
     let Group { rank, world_size } = group;
     let own = call.segments.range(rank, world_size);
     let whole_bytes = call.segments.total(world_size) * call.dtype.size_bytes();
@@ -76,9 +75,12 @@ pub(super) fn run(group: Group, call: &Call, posted: &[Posted]) {
             );
         }
         (Collective::AllToAll, _) => {
-            for (peer, segment) in posted.iter().zip(call.segments.ranges(world_size)) {
+            // `Slot::post` has compared the lengths of the two parts.
+            let received = call.segments.received();
+            for (peer, segment) in posted.iter().zip(received.ranges(world_size)) {
                 let into = posted[rank].recv.slice(segment);
-                copy_to_all(peer.send.slice(own.clone()), &[into], store(2 * world_size));
+                let from = peer.call.segments.range(rank, world_size);
+                copy_to_all(peer.send.slice(from), &[into], store(2 * world_size));
             }
         }
         (Collective::Barrier | Collective::ReduceScatter | Collective::AllReduce, _) => {}

@@ -16,14 +16,17 @@
 //! compared at once; ranks that go on are compared when two reports meet. Only each rank's latest
 //! report is kept.
 //!
-//! Only a report of a communicator's first rank costs more the more ranks there are.
+//! Pairs of counts of an all-to-all, which differ by rank and are not hashed, are compared between
+//! all ranks of a communicator that is so small that reports contain them.
+//!
+//! Otherwise only a report of a communicator's first rank costs more the more ranks there are.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use super::handshake::Hello;
 use super::message::{Context, Message, Progress, SplitRank, bounded};
-use crate::call::Call;
+use crate::call::{Call, Counts};
 use crate::split_request::SplitRequest;
 use crate::{CommError, RendezvousError};
 
@@ -106,7 +109,29 @@ impl Group {
         let at = (progress.number(), index);
         self.latest = Some(self.latest.map_or(at, |latest| latest.max(at)));
         self.members[index].progress = Some(progress);
-        self.compare(index).or_else(|| self.left_early())
+        let fault = self.compare(index).or_else(|| self.unmatched(index));
+        fault.or_else(|| self.left_early())
+    }
+
+    /// Compares the pairs of counts of `index` with those of the others, at the call at which the
+    /// one that is behind is.
+    fn unmatched(&self, index: usize) -> Option<CommError> {
+        let own = self.members[index].progress.as_ref()?;
+        let has_pairs = |(call, _): &(Call, u64)| matches!(call.segments, Counts::Pairs(_));
+        if !own.recent.iter().any(has_pairs) {
+            return None;
+        }
+        (0..self.members.len()).find_map(|other| {
+            let theirs = self.members[other].progress.as_ref()?;
+            let sequence = own.number().min(theirs.number());
+            let (call, hash) = own.recent(sequence)?;
+            let (their_call, their_hash) = theirs.recent(sequence)?;
+            let calls = [call, their_call];
+            let ranks = [index, other];
+            let named = ranks.map(|index| self.ranks[index]);
+            let is_same = hash == their_hash;
+            is_same.then(|| Call::unmatched(sequence, calls, ranks, named))?
+        })
     }
 
     /// Compares the call at which `index` is with the first rank's; if it is the first rank, with

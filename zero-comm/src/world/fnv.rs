@@ -22,9 +22,9 @@ impl Extend<u8> for Fnv {
 }
 
 impl Fnv {
-    /// Adds the bytes of a serialized call.
+    /// Adds the bytes of what is equal on all ranks of a call.
     pub(crate) fn add(&mut self, call: &Call) {
         // Neither a call's `Serialize` nor `extend` fails; if one did, all ranks would agree.
-        *self = postcard::to_extend(call, *self).unwrap_or(*self);
+        *self = postcard::to_extend(&call.shared(), *self).unwrap_or(*self);
     }
 }

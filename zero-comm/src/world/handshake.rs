@@ -22,7 +22,7 @@ use sha2::Sha256;
 use super::ranks::Token;
 
 /// Protocol version. The coordinator refuses ranks of another version.
-pub(crate) const VERSION: u32 = 6;
+pub(crate) const VERSION: u32 = 7;
 /// Maximum size of a frame of the handshake.
 pub(crate) const MAX_HELLO_BYTES: usize = 64;
 /// Handshake magic; rejects unrelated connections.

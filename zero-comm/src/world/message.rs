@@ -119,7 +119,9 @@ const MAX_TEXT_BYTES: usize = 4 << 10;
 /// The rank that an error names; `None` if it concerns one process only, and has no form that ranks
 /// send each other.
 pub(crate) fn named_rank(error: &CommError) -> Option<usize> {
-    use CommError::{Aborted, Diverged, Left, Lost, Mismatch, Panicked, Peer, Skipped, Stalled};
+    use CommError::{
+        Aborted, Diverged, Left, Lost, Mismatch, Panicked, Peer, Skipped, Stalled, Unmatched,
+    };
     match error {
         Mismatch { rank, .. }
         | Diverged { rank, .. }
@@ -129,6 +131,7 @@ pub(crate) fn named_rank(error: &CommError) -> Option<usize> {
         | Skipped { rank, .. }
         | Panicked { rank, .. }
         | Aborted { rank, .. }
+        | Unmatched { rank, .. }
         | Peer { rank, .. } => Some(*rank),
         _ => None,
     }
@@ -177,6 +180,8 @@ mod tests {
             any::<usize>().prop_map(Counts::Balanced),
             prop::collection::vec(any::<usize>(), 0..9)
                 .prop_map(|counts| Counts::Uneven(counts.into())),
+            prop::collection::vec(any::<[usize; 2]>(), 0..9)
+                .prop_map(|counts| Counts::Pairs(counts.into())),
         ];
         let ops = prop::sample::select(vec![
             None,
@@ -214,7 +219,7 @@ mod tests {
 
     fn errors() -> impl Strategy<Value = CommError> {
         let fields = (any::<u64>(), any::<usize>(), any::<u64>());
-        (0..9, fields, ".{0,9}", any::<Duration>(), calls(), calls()).prop_map(
+        (0..10, fields, ".{0,9}", any::<Duration>(), calls(), calls()).prop_map(
             |(kind, (sequence, rank, done), text, limit, call, other)| {
                 let call = Box::new(call);
                 let other_call = Box::new(other);
@@ -265,6 +270,13 @@ mod tests {
                         other_rank,
                         other_call,
                         agreed: done,
+                    },
+                    8 => CommError::Unmatched {
+                        sequence,
+                        rank,
+                        sent: done as usize,
+                        other_rank,
+                        received: rank,
                     },
                     _ => CommError::Peer {
                         rank,

@@ -19,7 +19,8 @@ use crate::split_request::SplitRequest;
 /// Time limit for the coordinator's answer to a report. After it, the rank fails with the failure
 /// that it saw itself.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// Counts of a call that a report contains; of a call with more, their sum.
+/// Counts of a call that a report contains; of a call with more, their sum. The coordinator compares
+/// pairs of counts of at most as many ranks.
 const MAX_COUNTS: usize = 16;
 
 /// The library's communicator of a communicator, or a test's substitute.
@@ -466,11 +467,15 @@ impl Open {
     }
 }
 
-/// A call of a report, which is small also in a large world. The hash covers all counts.
+/// A call of a report, which is small also in a large world. The hash covers all counts but pairs.
 fn summary(call: &Call) -> Call {
     match &call.segments {
         Counts::Uneven(counts) if counts.len() > MAX_COUNTS => Call {
             segments: Counts::Balanced(counts.iter().sum()),
+            ..call.clone()
+        },
+        Counts::Pairs(counts) if counts.len() > MAX_COUNTS => Call {
+            segments: Counts::Balanced(call.segments.total(counts.len())),
             ..call.clone()
         },
         _ => call.clone(),
@@ -491,7 +496,10 @@ mod tests {
         for number in 0..2000 {
             let counts = (0..4096).map(|rank| (1 << 40) + rank + number / 1000);
             open.called(Call {
-                segments: Counts::Uneven(counts.collect()),
+                segments: match number % 2 == 1 {
+                    true => Counts::Pairs(counts.map(|count| [count, count]).collect()),
+                    false => Counts::Uneven(counts.collect()),
+                },
                 ..broadcast(8)
             });
             if number % 10 == 9 {

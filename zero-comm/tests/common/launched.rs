@@ -11,15 +11,16 @@ use zero_alloc::host::HostDevice;
 use zero_comm::conformance::{Plan, check};
 use zero_comm::{Collective, CommError, CommOptions, ReduceOp};
 
-use super::{Comm, LIMIT, Streams, another, call, view};
+use super::{Comm, LIMIT, Streams, another, call, unmatched, unmatched_text, view};
 
 /// The faults of rank 1.
-pub const FAULTS: [&str; 11] = [
+pub const FAULTS: [&str; 12] = [
     "killed-before",
     "killed-during",
     "killed-after",
     "stalled",
     "count",
+    "pair",
     "kind",
     "dtype",
     "order",
@@ -60,6 +61,29 @@ fn digest(comm: &Comm, streams: &Streams) -> u64 {
     bits.fold(0xcbf2_9ce4_8422_2325, |hash, bits| {
         (hash ^ u64::from(bits)).wrapping_mul(0x0100_0000_01b3)
     })
+}
+
+/// Only rank 0 sends, to the last rank, and more than fits into one round of shared memory.
+fn one_rank_sends(comm: &Comm, streams: &Streams) {
+    const MUCH: usize = 300_000;
+    let n = comm.world_size();
+    let mut sent = vec![0; n];
+    let mut received = vec![0; n];
+    if comm.rank() == 0 {
+        sent[n - 1] = MUCH;
+    }
+    if comm.rank() == n - 1 {
+        received[0] = MUCH;
+    }
+
+    let mut send: Vec<f32> = (0..sent.iter().sum::<usize>()).map(|i| i as f32).collect();
+    let mut recv = vec![0f32; received.iter().sum()];
+    let from = view(&mut send);
+    let to = view(&mut recv);
+    comm.all_to_all_uneven(&streams.comm, from, to, &sent, &received)
+        .unwrap();
+    streams.synchronize();
+    assert!(recv.iter().enumerate().all(|(i, &value)| value == i as f32));
 }
 
 fn signal_this_process(signal: &str) {
@@ -139,7 +163,11 @@ fn fault(kind: &str, which: Collective, comm: &Comm, streams: &Streams) -> Resul
         std::thread::sleep(Duration::from_millis(500));
     }
 
-    call(comm, streams, which, buffers[0], buffers[1], LEN)?;
+    if kind == "pair" {
+        unmatched(comm, streams, buffers[0], buffers[1], LEN)?;
+    } else {
+        call(comm, streams, which, buffers[0], buffers[1], LEN)?;
+    }
     if kind == "order" && comm.rank() != 1 {
         call(comm, streams, another(which), buffers[0], buffers[1], LEN)?;
     }
@@ -173,6 +201,7 @@ pub fn rank_main(what: &str, comm: &Comm) -> ExitCode {
             let splits = std::env::var_os(FOLDER).is_none();
             let plan = Plan::default().seed(n as u64).cases(60).splits(splits);
             check(&HostDevice::new(), &**comm, &streams.comm, plan).unwrap();
+            one_rank_sends(comm, &streams);
             // Calls on two streams.
             let mut values = vec![vec![rank as f32; 1000]; 20];
             for (i, values) in values.iter_mut().enumerate() {
@@ -249,6 +278,8 @@ pub fn check_all(
         .flat_map(|&fault| Collective::ALL.map(|which| (fault, which)))
         .filter(|(kind, which)| match *kind {
             "count" | "dtype" => *which != Collective::Barrier,
+            // Of all ranks together.
+            "pair" => *which == Collective::AllToAll,
             // To the others it is as one that is stalled.
             "stopped" => *which == Collective::AllReduce,
             _ => true,
@@ -274,9 +305,11 @@ fn check_fault(kind: &str, which: Collective, ended: &Ended, texts: Vec<&str>) {
     let killed = kind.starts_with("killed");
     let count = format!(" of {OTHER_LEN} x fp32");
     let dtype = format!(" of {LEN} x u8");
+    let pair = unmatched_text(LEN);
     let texts = match kind {
         "count" => vec![&count, which.name(), "rank 1"],
         "dtype" => vec![&dtype, which.name(), "rank 1"],
+        "pair" => vec![&pair, which.name()],
         "kind" | "order" => vec![another(which).name(), which.name(), "rank 1"],
         "abort" => vec!["rank 1 aborted: on purpose"],
         "poison" | "panic" => vec!["rank 1 failed before running it", which.name()],

@@ -63,6 +63,33 @@ pub fn call(
     }
 }
 
+/// An all-to-all of `len` elements for each rank, except that rank 2 receives one more from rank 1
+/// than that sends.
+pub fn unmatched(
+    comm: &Comm,
+    s: &Streams,
+    send: AnySlice,
+    recv: AnySlice,
+    len: usize,
+) -> Result<(), CommError> {
+    let n = comm.world_size();
+    let more = usize::from(comm.rank() == 2);
+    let sent = vec![len; n];
+    let mut received = sent.clone();
+    received[1] += more;
+    let send = send.slice(0..len * n);
+    let recv = recv.slice(0..len * n + more);
+    comm.all_to_all_uneven(&s.comm, send, recv, &sent, &received)
+}
+
+/// Part of the error of [`unmatched`].
+pub fn unmatched_text(len: usize) -> String {
+    format!(
+        "rank 1 sends {len} elements to rank 2, which receives {} from it",
+        len + 1
+    )
+}
+
 /// Returns another collective than `which`.
 pub fn another(which: Collective) -> Collective {
     if which == Collective::Barrier {

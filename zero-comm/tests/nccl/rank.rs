@@ -279,6 +279,12 @@ fn fault(kind: &str, comm: NcclCommunicator, rank: &Rank) -> Result<(), CommErro
         }
         "stalled" if at_fault => std::thread::sleep(FAULT_LIMIT * 2),
         "count" if at_fault => comm.all_reduce(stream, b, b, ReduceOp::Sum)?,
+        // Rank 2 receives more from rank 1 than that sends.
+        "pair" => {
+            let more = usize::from(comm.rank() == 2);
+            let [send, recv] = [a.slice(0..30), b.slice(0..30 + more)];
+            comm.all_to_all_uneven(stream, send, recv, &[10; 3], &[10, 10 + more, 10])?;
+        }
         "kind" if at_fault => comm.broadcast(stream, a, 0)?,
         "dtype" if at_fault => comm.all_reduce(stream, bytes, bytes, ReduceOp::Sum)?,
         "order" if at_fault => {

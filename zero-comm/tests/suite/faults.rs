@@ -3,7 +3,9 @@
 
 use std::time::Duration;
 
-use crate::common::{Comm, LIMIT, Random, Streams, another, call, delay, on_ranks, view};
+use crate::common::{
+    Comm, LIMIT, Random, Streams, another, call, delay, on_ranks, unmatched, unmatched_text, view,
+};
 use zero_alloc::device::{AnySlice, DeviceError, Stream};
 use zero_comm::{Collective, CommError, CommOptions, ReduceOp};
 
@@ -215,6 +217,24 @@ fn every_fault_ends_all_ranks() {
             );
         }
     }
+}
+
+/// Counts that match in sum, and with all ranks but one.
+#[test]
+fn unmatched_pair_of_counts_ends_all_ranks() {
+    let seen = on_ranks(4, CommOptions::default(), |comm, s| {
+        let mut send = vec![1f32; 16];
+        let mut recv = vec![2f32; 17];
+        comm.barrier(&s.comm).unwrap();
+        unmatched(&comm, s, view(&mut send), view(&mut recv), 4).unwrap();
+        assert!(s.comm.synchronize(LIMIT).is_err());
+        assert_eq!(recv, [2.0; 17], "nothing is written");
+        comm.failure().unwrap()
+    });
+    assert!(seen.iter().all(|error| *error == seen[0]), "{seen:?}");
+    let message = seen[0].to_string();
+    let text = format!("collective 1, all_to_all: {}", unmatched_text(4));
+    assert!(message.starts_with(&text), "{message}");
 }
 
 /// A rank frees its buffers as soon as it sees the error, so no peer may still access them then. A

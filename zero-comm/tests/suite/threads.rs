@@ -163,6 +163,34 @@ fn bad_calls_are_refused_before_they_start() {
             comm.all_to_all(stream, four, four),
             Err(CommError::Overlap { .. })
         ));
+        let uneven = |send, recv, sent: &[usize], received: &[usize]| {
+            comm.all_to_all_uneven(stream, send, recv, sent, received)
+        };
+        count(uneven(three, four, &[1, 1], &[2, 2]));
+        count(uneven(four, three, &[2, 2], &[1, 1]));
+        // A rank sends itself another count than it receives from itself.
+        let (sent, received) = if comm.rank() == 0 {
+            ([1, 2], [2, 2])
+        } else {
+            ([2, 1], [2, 2])
+        };
+        count(uneven(three, four, &sent, &received));
+        assert!(matches!(
+            uneven(three, four, &[1, 2], &[4]),
+            Err(CommError::RankCounts {
+                expected: 2,
+                got: 1,
+                ..
+            })
+        ));
+        assert!(matches!(
+            uneven(three, four, &[usize::MAX, 2], &[1, 3]),
+            Err(CommError::CountsTooLarge { .. })
+        ));
+        assert!(matches!(
+            uneven(four, four, &[2, 2], &[2, 2]),
+            Err(CommError::Overlap { .. })
+        ));
         assert!(matches!(
             comm.reduce_scatter(stream, four, four.slice(1..3), ReduceOp::Sum),
             Err(CommError::Overlap { .. })

@@ -16,7 +16,7 @@ use super::{Functions, Loader, launch_blocks};
 use crate::step::RankStats;
 use crate::{
     AdvanceArgs, AverageCodecs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels,
-    Segments, UpdateArgs, UpdateRule,
+    OrthogonaliseArgs, Segments, UpdateArgs, UpdateRule, check,
 };
 
 /// The operations on one GPU's streams. A clone is another handle of the same kernels.
@@ -161,6 +161,23 @@ unsafe impl Kernels<CudaDevice> for CudaKernels {
     ) -> Result<(), KernelError> {
         let launch = launch::update(self.id(), &**rule, &args)?;
         self.enqueue(stream, rule.label(&args.form()), launch)
+    }
+
+    /// Checks the arguments, and refuses.
+    fn orthogonalise(
+        &self,
+        _stream: &CudaStream,
+        args: OrthogonaliseArgs,
+    ) -> Result<(), KernelError> {
+        check::orthogonalise(self.id(), &args, 0)?;
+        Err(KernelError::Refused {
+            what: "orthogonalise",
+            reason: "not supported on CUDA yet: use Muon on the host, or AdamW",
+        })
+    }
+
+    fn orthogonalise_scratch_elems(&self, _rows: usize, _cols: usize) -> usize {
+        0
     }
 
     fn cast(

@@ -24,7 +24,7 @@ macro_rules! sources {
 }
 
 /// The sources of this crate.
-pub(super) const SOURCES: [KernelSource; 10] = sources![
+pub(super) const SOURCES: [KernelSource; 13] = sources![
     "adam.cu": ["src/rules/adam/" "element.cuh", "src/rules/adam/" "adam.cu"],
     "adam8.cu": "#define CODE_BITS 8" [
         "cuda/" "blocks.cuh",
@@ -35,6 +35,17 @@ pub(super) const SOURCES: [KernelSource; 10] = sources![
         "cuda/" "blocks.cuh",
         "src/rules/adam/" "element.cuh",
         "src/rules/adam/" "adam_blocks.cu"
+    ],
+    "muon.cu": ["src/rules/muon/" "lerp.cuh", "src/rules/muon/" "muon.cu"],
+    "muon8.cu": "#define CODE_BITS 8" [
+        "cuda/" "blocks.cuh",
+        "src/rules/muon/" "lerp.cuh",
+        "src/rules/muon/" "muon_blocks.cu"
+    ],
+    "muon4.cu": "#define CODE_BITS 4" [
+        "cuda/" "blocks.cuh",
+        "src/rules/muon/" "lerp.cuh",
+        "src/rules/muon/" "muon_blocks.cu"
     ],
     "encode_blocks.cu": ["cuda/" "blocks.cuh", "cuda/" "encode_blocks.cu"],
     "decode_blocks.cu": ["cuda/" "blocks.cuh", "cuda/" "decode_blocks.cu"],

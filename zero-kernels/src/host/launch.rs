@@ -9,15 +9,15 @@ use zero_shard::BlockFormat;
 
 use super::pack::copies;
 use super::update::FloatSlice;
-use super::{Workers, coded};
+use super::{Workers, coded, orthogonalise};
 use crate::step::{self, RankStats};
 use crate::{
-    AdvanceArgs, Codec, EncodeSums, Feedback, Float, GradStats, KernelError, Kernels, Segments,
-    UpdateArgs, UpdateRule, check,
+    AdvanceArgs, Codec, EncodeSums, Feedback, Float, GradStats, KernelError, Kernels,
+    OrthogonaliseArgs, Segments, UpdateArgs, UpdateRule, check,
 };
 
-/// The operations on host streams. Updates, cast, pack, accumulate and grad_stats are split over a
-/// fixed number of threads; the others run on the stream's thread.
+/// The operations on host streams. Updates, orthogonalise, cast, pack, accumulate and grad_stats are
+/// split over a fixed number of threads; the others run on the stream's thread.
 #[derive(Clone, Debug)]
 pub struct HostKernels {
     workers: Workers,
@@ -98,6 +98,27 @@ unsafe impl Kernels<HostDevice> for HostKernels {
             updated.map_err(failed)
         })?;
         Ok(())
+    }
+
+    fn orthogonalise(
+        &self,
+        stream: &HostStream,
+        args: OrthogonaliseArgs,
+    ) -> Result<(), KernelError> {
+        let scratch_elems = orthogonalise::scratch_elems(args.rows, args.cols);
+        check::orthogonalise(DeviceId::HOST, &args, scratch_elems)?;
+        let workers = self.workers.clone();
+        stream.enqueue("orthogonalise", move || {
+            // SAFETY: `check` found host memory, and the scratch disjoint from the values; their
+            // maker promised validity and ordered accesses.
+            unsafe { orthogonalise::orthogonalise(&workers, &args) };
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    fn orthogonalise_scratch_elems(&self, rows: usize, cols: usize) -> usize {
+        orthogonalise::scratch_elems(rows, cols)
     }
 
     fn cast(

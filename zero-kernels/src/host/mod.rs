@@ -10,6 +10,9 @@
 //!   operation and fused multiply-adds exactly where the source has `mul_add` (a CPU without FMA
 //!   computes them in software: slowly, with the same bits);
 //! - grad_stats sums in fp64 in an order fixed by the length alone (see [`grad_stats`]).
+//!
+//! [`Kernels::orthogonalise`](crate::Kernels::orthogonalise) is an exception: the sums of its products
+//! are in faer's order, which depends on the instruction set too.
 
 mod accumulate;
 pub(crate) mod block_codes;
@@ -17,6 +20,7 @@ mod cast;
 mod coded;
 mod grad_stats;
 mod launch;
+mod orthogonalise;
 mod pack;
 pub(crate) mod prefetch;
 pub(crate) mod update;

@@ -6,6 +6,7 @@ mod block_kernels;
 #[path = "../common/mod.rs"]
 mod common;
 mod flat;
+mod muon;
 mod order;
 mod refused;
 mod rig;
@@ -65,6 +66,11 @@ on_every_device! {
     #[cfg_attr(miri, ignore = "many values")] block_kernels::decode_to_every_type,
     #[cfg_attr(miri, ignore = "many values")] block_kernels::adam_with_8_bit_moments,
     #[cfg_attr(miri, ignore = "many values")] block_kernels::adam_with_4_bit_moments,
+    muon::direction_from_every_type,
+    #[cfg_attr(miri, ignore = "many values")] muon::momentum_in_blocks,
+    muon::apply_to_every_type,
+    muon::apply_with_remainders,
+    muon::muon_skips,
     flat::cast_from_fp32,
     flat::cast_from_bf16,
     flat::cast_from_fp16,

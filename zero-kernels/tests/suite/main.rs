@@ -10,6 +10,8 @@ mod laws;
 mod loader;
 mod oracle;
 #[cfg(not(miri))]
+mod orthogonalise;
+#[cfg(not(miri))]
 mod peers;
 mod remainder;
 mod step;

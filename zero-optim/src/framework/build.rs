@@ -18,8 +18,8 @@ use zero_shard::{
 };
 
 use crate::{
-    GroupRules, OptimizerBuilder, OptimizerConfig, ParamGroups, RankSettings, Segment,
-    ShardedOptimizer, StateFormat, StateHome, agree,
+    CommExchange, GroupRules, Matrices, Matrix, MatrixParam, OptimizerBuilder, OptimizerConfig,
+    ParamGroups, RankSettings, Segment, ShardedOptimizer, StateFormat, StateHome, agree,
 };
 
 use super::FrameworkError;
@@ -35,6 +35,9 @@ const MAX_BUCKET_ELEMS: usize = 32 << 20;
 
 /// Returns the position of the rules of a parameter, by its full name.
 type GroupOf = Box<dyn Fn(&str) -> usize>;
+
+/// Returns the matrices in a parameter, by its full name and shape.
+type MatricesOf = Box<dyn Fn(&str, &[u64]) -> Vec<Matrix>>;
 
 /// Sets the place of the optimizer's state.
 type Offload<D> = Box<dyn for<'a> FnOnce(OptimizerBuilder<'a, D>) -> OptimizerBuilder<'a, D>>;
@@ -63,6 +66,8 @@ pub struct Builder<D: Device> {
     bucket_elems: Option<usize>,
     prefetch: PrefetchOptions,
     rule: Option<Arc<dyn UpdateRule>>,
+    group_updates: Vec<(usize, Arc<dyn UpdateRule>)>,
+    matrices_of: MatricesOf,
     format: StateFormat,
     offload: Option<Offload<D>>,
     gather_memory: Option<Box<dyn CallerMemory>>,
@@ -97,6 +102,11 @@ impl<D: Device> Builder<D> {
             bucket_elems: None,
             prefetch: PrefetchOptions::default(),
             rule: None,
+            group_updates: Vec::new(),
+            matrices_of: Box::new(|_, shape| match *shape {
+                [outputs, inputs] => vec![Matrix::linear(outputs as usize, inputs as usize)],
+                _ => Vec::new(),
+            }),
             format: StateFormat::default(),
             offload: None,
             gather_memory: None,
@@ -134,6 +144,21 @@ impl<D: Device> Builder<D> {
     /// [`Self::adamw`].
     pub fn rule(mut self, rule: Arc<dyn UpdateRule>) -> Self {
         self.rule = Some(rule);
+        self
+    }
+
+    /// Sets the update rule of a group of [`Self::groups`], in place of that of all, such as
+    /// [`Muon`](zero_kernels::Muon) for the matrices of blocks: not for embeddings and the head.
+    pub fn group_rule(mut self, group: usize, rule: Arc<dyn UpdateRule>) -> Self {
+        self.group_updates.push((group, rule));
+        self
+    }
+
+    /// Sets the matrices in a parameter, by its full name and shape, for rules that see them whole.
+    /// Default: a parameter of two dimensions is that of a linear layer, outputs by inputs. Split
+    /// what is fused, such as queries, keys and values ([`Matrix::split`]).
+    pub fn matrices(mut self, matrices_of: impl Fn(&str, &[u64]) -> Vec<Matrix> + 'static) -> Self {
+        self.matrices_of = Box::new(matrices_of);
         self
     }
 
@@ -305,6 +330,8 @@ impl<D: Device> Builder<D> {
             bucket_elems,
             prefetch,
             rule,
+            group_updates,
+            matrices_of,
             format,
             offload,
             gather_memory,
@@ -331,7 +358,19 @@ impl<D: Device> Builder<D> {
             true => Segment::shards(&layout),
             false => Segment::wholes(&layout, rank.id()),
         };
-        let of_rank = groups.of_rank(&layout, rank.id(), stage)?;
+        let mut of_rank = groups.of_rank(&layout, rank.id(), stage)?;
+        of_rank.updates = group_updates;
+        let own = rule.clone().unwrap_or_else(|| config.rule());
+        let matrices_of = |id: ParamId| {
+            let group = groups.of(id);
+            of_rank.update_of(group, &own).matrix_rule()?;
+            let param = &layout.units()[id.unit].params[id.param];
+            let matrices = matrices_of(&param.name, &param.shape);
+            Some(MatrixParam { group, matrices })
+        };
+        let by_unit = false;
+        let replicated = !stage.shards_optimizer();
+        let matrices = Matrices::new(&layout, rank.id(), replicated, by_unit, matrices_of)?;
         let optim = ShardedOptimizer::builder(&rank.pool, Arc::clone(&rank.kernels), &rank.compute)
             .config(config)
             .param_dtype(dtype)
@@ -344,6 +383,14 @@ impl<D: Device> Builder<D> {
         let optim = match offload {
             Some(offload) => offload(optim),
             None => optim,
+        };
+        let optim = match matrices.is_empty() {
+            true => optim,
+            false => {
+                let comm = Arc::clone(&rank.comm);
+                let exchange = CommExchange::new(comm, rank.comm_stream.clone());
+                optim.matrices(matrices, Arc::new(exchange))
+            }
         };
         let optim = optim.build(segments)?;
         for (name, value) in optim.settings().iter() {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use zero_alloc::device::{AnySlice, Device, DeviceId, DeviceSlice, Reduced, Stream};
 use zero_kernels::host::UpdateSlices;
 use zero_kernels::{
-    AverageCodecs, Codec, Grain, KernelError, RULE_SCALARS, SettingError, Slot, StepPoint,
+    AverageCodecs, Codec, KernelError, Muon, RULE_SCALARS, SettingError, Slot, StepPoint,
     UpdateRule,
 };
 use zero_optim::{
@@ -21,14 +21,12 @@ use super::*;
 struct MomentumSgd {
     momentum: f64,
     weight_decay: f64,
-    grain: Grain,
     slots: fn(Codec) -> Vec<Slot>,
 }
 
 const RULE: MomentumSgd = MomentumSgd {
     momentum: 0.75,
     weight_decay: 0.0,
-    grain: Grain::Element,
     slots: |averages| vec![slot("momentum", averages)],
 };
 
@@ -59,10 +57,6 @@ impl UpdateRule for MomentumSgd {
 
     fn slots(&self, averages: AverageCodecs) -> Vec<Slot> {
         (self.slots)(averages.signed)
-    }
-
-    fn grain(&self) -> Grain {
-        self.grain
     }
 
     fn scalars(&self, at: &StepPoint) -> [f32; RULE_SCALARS] {
@@ -266,21 +260,17 @@ fn groups_choose_their_rule() {
 
 #[test]
 fn rules_that_cannot_work_are_refused() {
-    let refused = |rule: MomentumSgd, change: fn(ParamGroups) -> ParamGroups| {
+    fn refused<R: UpdateRule + 'static>(rule: R, change: fn(ParamGroups) -> ParamGroups) -> String {
         let built = of_groups(Arc::new(rule), change);
         built.err().unwrap().to_string()
-    };
-    let whole = MomentumSgd {
-        grain: Grain::Parameter,
-        ..RULE
-    };
+    }
     let diverging = MomentumSgd {
         momentum: 1.5,
         ..RULE
     };
     assert_eq!(
-        refused(whole, |groups| groups),
-        "the update rule momentum_sgd needs whole parameters, which is not supported yet"
+        refused(Muon::default(), |groups| groups),
+        "the update rule muon needs whole parameters, which is not supported yet"
     );
     assert_eq!(
         refused(diverging, |groups| groups),

@@ -8,3 +8,4 @@ mod reshard;
 mod serde;
 mod support;
 mod tensor_cut;
+mod updaters;

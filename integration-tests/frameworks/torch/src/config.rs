@@ -113,6 +113,12 @@ fn refuse_missing(file: &DsConfig) -> Result<(), String> {
             "pass groups as model_parameters of initialize",
         ),
         (
+            file.optimizer
+                .is_some_and(|optimizer| optimizer.muon.is_some()),
+            "optimizer.type \"Muon\"",
+            "use AdamW: this engine has no Muon yet",
+        ),
+        (
             file.autotuning.is_some(),
             "autotuning",
             "set enabled to false",

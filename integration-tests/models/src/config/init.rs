@@ -30,16 +30,15 @@ pub(crate) fn fill(
         });
     }
 
+    let counter = Counter::new(seed, &param.name);
     match rule {
         Rule::Constant(value) => out.fill(value),
-        Rule::Normal(std) => {
-            let counter = Counter::new(seed, &param.name);
-            out.par_chunks_mut(CHUNK)
-                .enumerate()
-                .for_each(|(i, chunk)| {
-                    fill_normal(&counter, range.start + (i * CHUNK) as u64, std, chunk);
-                });
-        }
+        Rule::Normal(std) => fill_by(out, range.start, |group| {
+            counter.four_normals(group).map(|n| n * std)
+        }),
+        Rule::Uniform(bound) => fill_by(out, range.start, |group| {
+            counter.four_uniforms(group).map(|n| n * bound)
+        }),
     }
 
     Ok(())
@@ -50,19 +49,24 @@ pub(crate) enum Rule {
     Constant(f32),
     /// Normal with this standard deviation.
     Normal(f32),
+    /// Uniform between this and its negative.
+    Uniform(f32),
 }
 
-/// Fills `out` with the elements of the normal sequence of `counter` from `start` on, times `std`.
-fn fill_normal(counter: &Counter, start: u64, std: f32, out: &mut [f32]) {
+/// Fills `out` with elements of a sequence from `start` on, of which `four` returns those of a group.
+fn fill_by(out: &mut [f32], start: u64, four: impl Fn(u64) -> [f32; 4] + Sync) {
+    let chunks = out.par_chunks_mut(CHUNK).enumerate();
+    chunks.for_each(|(i, chunk)| fill_chunk(chunk, start + (i * CHUNK) as u64, &four));
+}
+
+fn fill_chunk(out: &mut [f32], start: u64, of_group: impl Fn(u64) -> [f32; 4]) {
     let mut group = start / 4;
     let mut skip = (start % 4) as usize;
     let mut rest = out;
     while !rest.is_empty() {
-        let four = &counter.four_normals(group)[skip..];
+        let four = &of_group(group)[skip..];
         let (now, later) = rest.split_at_mut(four.len().min(rest.len()));
-        for (o, n) in now.iter_mut().zip(four) {
-            *o = n * std;
-        }
+        now.copy_from_slice(&four[..now.len()]);
         (rest, group, skip) = (later, group + 1, 0);
     }
 }

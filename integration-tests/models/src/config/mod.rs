@@ -69,6 +69,9 @@ pub enum ConfigError {
         /// The supported values.
         supported: &'static str,
     },
+    /// Adapters that the model cannot have.
+    #[error("LoRA: {0}")]
+    Lora(String),
     /// The model has no parameter of this name.
     #[error("the model has no parameter {0:?}")]
     UnknownParameter(String),

@@ -2,7 +2,8 @@
 //! those of generation matrices in fp32 or bf16.
 
 use super::config::DecoderConfig;
-use crate::ops::linear::{self, Linear};
+use crate::ops::linear;
+use crate::ops::lora::AdaptedLinear;
 use crate::ops::norm::Norm;
 use crate::ops::{Span, head_norm, rope};
 
@@ -23,17 +24,17 @@ pub(crate) trait Layer {
     }
 }
 
-impl Layer for Linear<'_> {
+impl Layer for AdaptedLinear<'_> {
     fn forward(&self, y: &mut [f32], x: &[f32]) {
-        Linear::forward(self, y, x);
+        AdaptedLinear::forward(self, y, x);
     }
 
     fn product(&self, y: &mut [f32], x: &[f32]) {
-        Linear::product(self, y, x);
+        AdaptedLinear::product(self, y, x);
     }
 
     fn bias(&self) -> &[f32] {
-        self.bias
+        self.base.bias
     }
 }
 

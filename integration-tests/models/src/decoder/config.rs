@@ -4,10 +4,13 @@
 //! A block is `mid = x + attention(norm x)`, then `mid + mlp(norm mid)`. A family maps its
 //! `config.json` to a [`DecoderConfig`]; host, GPU and generation compute what that says.
 
+use std::ops::Range;
+
 use zero_shard::{ParamSpec, TensorCut, UnitSpec};
 
 use super::block_params::BlockParams;
 use crate::config::rope::Rope;
+use crate::lora::{self, LoraConfig};
 use crate::ops::Heads;
 use crate::ops::linear::MatrixOrder;
 use crate::ops::mlp::Mlp;
@@ -60,6 +63,24 @@ pub(crate) struct DecoderConfig {
     pub(crate) tied_head: bool,
     /// The token whose embedding is not trained where it is looked up.
     pub(crate) padding_token: Option<usize>,
+    /// Adapters; the rest is then frozen.
+    pub(crate) lora: Option<LoraConfig>,
+}
+
+/// A linear layer of a block: the modules that one product computes, with their outputs.
+pub(crate) struct LinearModules {
+    pub(crate) inputs: usize,
+    pub(crate) modules: Vec<(&'static str, usize)>,
+}
+
+/// The adapter of a module.
+pub(crate) struct ModuleAdapter {
+    /// The outputs of the linear layer that are the module's.
+    pub(crate) outputs: Range<usize>,
+    pub(crate) a: ParamSpec,
+    pub(crate) b: ParamSpec,
+    /// The number of the module in its block.
+    pub(crate) place: u32,
 }
 
 /// Which linear layers have biases.
@@ -139,6 +160,7 @@ impl DecoderConfig {
             dropout: Dropouts::default(),
             tied_head: false,
             padding_token: None,
+            lora: None,
         }
     }
 
@@ -244,24 +266,69 @@ impl DecoderConfig {
         of_heads + of_norms
     }
 
-    /// Elements of all parameters.
-    pub(crate) fn elems(&self) -> u128 {
-        let of = |params: Vec<ParamSpec>| -> u128 {
-            let dims = params.iter().map(|param| &param.shape);
-            dims.map(|dims| dims.iter().map(|&n| u128::from(n)).product::<u128>())
-                .sum()
-        };
-        of(self.embedding_params())
-            + self.layers as u128 * of(self.params_of_block(0))
-            + of(self.head_params())
+    /// Units of adapters, which are the first ones.
+    pub(crate) fn adapter_units(&self) -> usize {
+        self.lora.as_ref().map_or(0, |_| self.layers)
     }
 
-    /// The units in forward order: `embedding`, `block.0` .. and `head`.
+    /// The adapters of a block's linear layers, in the order of [`Self::linears`].
+    pub(crate) fn adapters(&self, layer: usize) -> [Vec<ModuleAdapter>; 4] {
+        let Some(lora) = &self.lora else {
+            return Default::default();
+        };
+        let block = format!("{}{}{layer}", lora::PREFIX, self.names.block);
+        let mut place = 0;
+        self.linears().map(|linear| {
+            let mut end = 0;
+            let mut adapters = Vec::new();
+            for (module, outputs) in linear.modules {
+                end += outputs;
+                place += 1;
+                if lora.adapts(module) {
+                    let param = |matrix, shape: [usize; 2]| {
+                        let name = format!("{block}.{module}.{matrix}.weight");
+                        ParamSpec::new(name, shape.map(wide))
+                    };
+                    adapters.push(ModuleAdapter {
+                        outputs: end - outputs..end,
+                        a: param("lora_A", [lora.r, linear.inputs]),
+                        b: param("lora_B", [outputs, lora.r]),
+                        place,
+                    });
+                }
+            }
+            adapters
+        })
+    }
+
+    /// The unit of a block's adapters.
+    fn adapter_unit(&self, layer: usize) -> UnitSpec {
+        let adapters = self.adapters(layer).into_iter().flatten();
+        let params = adapters.flat_map(|adapter| [adapter.a, adapter.b]);
+        UnitSpec::new(format!("block.{layer}.lora"), params.collect::<Vec<_>>())
+    }
+
+    /// Elements of all adapters.
+    pub(crate) fn adapter_elems(&self) -> u128 {
+        self.adapter_units() as u128 * elems_of(&self.adapter_unit(0).params)
+    }
+
+    /// Elements of all parameters.
+    pub(crate) fn elems(&self) -> u128 {
+        elems_of(&self.embedding_params())
+            + self.layers as u128 * elems_of(&self.params_of_block(0))
+            + elems_of(&self.head_params())
+            + self.adapter_elems()
+    }
+
+    /// The units in forward order: `embedding`, `block.0` .. and `head`; before them the adapters of
+    /// all blocks, if there are any.
     ///
     /// With a tied head, `head` has only the last norm, and the head's product reads the matrix of
     /// `embedding`.
     pub(crate) fn units(&self) -> Vec<UnitSpec> {
-        let mut units = Vec::with_capacity(self.layers + 2);
+        let adapters = (0..self.adapter_units()).map(|layer| self.adapter_unit(layer));
+        let mut units: Vec<_> = adapters.collect();
         units.push(UnitSpec::new("embedding", self.embedding_params()));
         for layer in 0..self.layers {
             let params = self.params_of_block(layer);
@@ -311,21 +378,46 @@ impl DecoderConfig {
         all
     }
 
+    /// The linear layers of a block: `qkv`, `output`, `up` and `down`.
+    pub(crate) fn linears(&self) -> [LinearModules; 4] {
+        let names = self.names;
+        let kv = self.kv_heads * self.head_dim;
+        let qkv = match names.qkv.len() {
+            1 => vec![self.qkv_width()],
+            _ => vec![self.q_width(), kv, kv],
+        };
+        let up = vec![self.up_width() / names.up.len(); names.up.len()];
+        let linear = |inputs, modules: &[&'static str], outputs: &[usize]| LinearModules {
+            inputs,
+            modules: modules
+                .iter()
+                .copied()
+                .zip(outputs.iter().copied())
+                .collect(),
+        };
+        [
+            linear(self.width, names.qkv, &qkv),
+            linear(self.q_width(), &[names.output], &[self.width]),
+            linear(self.width, names.up, &up),
+            linear(self.inner, &[names.down], &[self.width]),
+        ]
+    }
+
     /// The parameters of a block: each is one or several tensors, or none.
     pub(crate) fn block_params(&self, layer: usize) -> BlockParams<Vec<ParamSpec>> {
         let names = self.names;
         let name = |module: &str| format!("{}{layer}.{module}", names.block);
         // The weights of the modules of a linear layer, then their biases.
-        let linear = |modules: &[&str], inputs: usize, outputs: &[usize], biased: bool| {
+        let linear = |linear: LinearModules, biased: bool| {
             let of = |kind: &str, shape: &dyn Fn(u64) -> Vec<u64>| -> Vec<_> {
-                let modules = modules.iter().zip(outputs);
+                let modules = linear.modules.iter();
                 modules
-                    .map(|(module, &outputs)| {
+                    .map(|&(module, outputs)| {
                         ParamSpec::new(format!("{}.{kind}", name(module)), shape(wide(outputs)))
                     })
                     .collect()
             };
-            let inputs = wide(inputs);
+            let inputs = wide(linear.inputs);
             let weights = of("weight", &|outputs| match self.order {
                 MatrixOrder::InputsFirst => vec![inputs, outputs],
                 MatrixOrder::OutputsFirst => vec![outputs, inputs],
@@ -334,14 +426,7 @@ impl DecoderConfig {
             [weights, if biased { biases } else { Vec::new() }]
         };
 
-        let c = self.width;
-        let q = self.q_width();
-        let kv = self.kv_heads * self.head_dim;
-        let qkv = match names.qkv.len() {
-            1 => vec![self.qkv_width()],
-            _ => vec![q, kv, kv],
-        };
-        let up = vec![self.up_width() / names.up.len(); names.up.len()];
+        let [qkv, output, up, down] = self.linears();
         let gains = names.qk_norm.iter().filter(|_| self.qk_norm);
         let gains = gains.map(|module| {
             ParamSpec::new(format!("{}.weight", name(module)), [wide(self.head_dim)])
@@ -349,12 +434,12 @@ impl DecoderConfig {
 
         BlockParams {
             norm1: self.norm_params(&name(names.norm1)),
-            qkv: linear(names.qkv, c, &qkv, self.biases.qkv),
+            qkv: linear(qkv, self.biases.qkv),
             qk_norm: gains.collect(),
-            output: linear(&[names.output], q, &[c], self.biases.output),
+            output: linear(output, self.biases.output),
             norm2: self.norm_params(&name(names.norm2)),
-            up: linear(names.up, c, &up, self.biases.mlp),
-            down: linear(&[names.down], self.inner, &[c], self.biases.mlp),
+            up: linear(up, self.biases.mlp),
+            down: linear(down, self.biases.mlp),
         }
     }
 
@@ -390,6 +475,13 @@ impl DecoderConfig {
             _ => TensorCut::Replicated,
         }
     }
+}
+
+/// Elements of parameters.
+fn elems_of(params: &[ParamSpec]) -> u128 {
+    let dims = params.iter().map(|param| &param.shape);
+    dims.map(|dims| dims.iter().map(|&n| u128::from(n)).product::<u128>())
+        .sum()
 }
 
 /// A size in a shape.

@@ -58,9 +58,11 @@ pub(super) fn backward(
     let c = x.len() / targets.len();
     let w = p.head_weight(vocab * c);
     let mut embedding = if grads.len() > 1 { grads.pop() } else { None };
-    let Some(own) = grads.pop() else { return 0.0 };
+    // No gradient: all is frozen.
+    let own = grads.pop().unwrap_or_default();
     let dw = match &mut embedding {
         Some(embedding) => &mut embedding[p.ranges.tokens.start..][..w.len()],
+        None if own.is_empty() => &mut [][..],
         None => &mut own[p.ranges.head.start..][..w.len()],
     };
 
@@ -77,7 +79,9 @@ pub(super) fn backward(
         logits(logits_part, out, p, vocab);
         loss += cross_entropy::forward_backward(logits_part, targets, vocab, scale);
         head.input_gradient(dout, logits_part);
-        head.weight_gradient([dw, &mut []], out, logits_part);
+        if !dw.is_empty() {
+            head.weight_gradient([dw, &mut []], out, logits_part);
+        }
     }
 
     s.dres.fill(0.0);

@@ -85,7 +85,7 @@ impl Decoder {
         let part = SequencePart::new(&options, ranks)?;
         let rank = TensorRank::new(&options, ranks)?;
         let units = rank.units(config)?;
-        let passes = passes(config.layers, config.tied_head);
+        let passes = passes(config);
         let upcast = if options.dtype == DType::F32 {
             0
         } else {

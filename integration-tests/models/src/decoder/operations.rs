@@ -7,12 +7,13 @@ use zero_alloc::device::DeviceSlice;
 use super::block::{Block, Positions};
 use super::block_params::BlockParams;
 use super::config::DecoderConfig;
-use super::params::{Flat, FlatUnit, split_ranges};
+use super::params::{AdapterRanges, Flat, FlatUnit, split_ranges};
 use super::sequence_part::{Exchanges, SequencePart};
 use super::slices::{BlockSlices, HeadView, ScratchSlices, ScratchView};
 use crate::ops::bf16::Bf16Products;
 use crate::ops::dropout::{Draws, Dropout};
 use crate::ops::linear::{self, Linear};
+use crate::ops::lora::{AdaptedGrads, AdaptedLinear, Adapter};
 use crate::ops::norm::Norm;
 use crate::ops::{Span, attention, embedding, head_norm, rope};
 use crate::options::ModelOptions;
@@ -57,6 +58,18 @@ pub(super) enum Backward {
     Qkv,
     /// To `s.dres`, that of the block's input.
     Norm1,
+}
+
+/// Sites of the dropouts of adapters: this bit, and the module's place among those of all blocks.
+const ADAPTER_SITES: u32 = 1 << 31;
+
+/// Modules of a block at most.
+const PLACES: u32 = 8;
+
+/// The gradients of a block's parameters, and of the adapters of its linear layers.
+struct BlockGrads<'g> {
+    base: BlockParams<&'g mut [f32]>,
+    adapters: [Vec<[&'g mut [f32]; 2]>; 4],
 }
 
 /// The operations of a model. Shapes: `x`, `out` and gradients `[M, C]`.
@@ -118,16 +131,20 @@ impl Operations {
     }
 
     /// The block of a pass.
-    fn block<'a>(&'a self, p: &Flat<'a>) -> Block<'a, Linear<'a>> {
+    fn block<'a>(&'a self, p: &Flat<'a>) -> Block<'a, AdaptedLinear<'a>> {
         let config = &self.config;
         let unit = p.flats[0];
         let of = p.ranges.block.clone();
         let vectors = |ranges: [Range<usize>; 2]| ranges.map(|range| unit.vector(range));
-        let linear = |[weight, bias]: [Range<usize>; 2], outputs: usize| Linear {
-            weight: unit.matrix(weight),
-            bias: unit.vector(bias),
-            outputs,
-            order: config.order,
+        let mut adapters = p.ranges.adapters.iter();
+        let mut linear = |[weight, bias]: [Range<usize>; 2], outputs: usize| AdaptedLinear {
+            base: Linear {
+                weight: unit.matrix(weight),
+                bias: unit.vector(bias),
+                outputs,
+                order: config.order,
+            },
+            adapters: self.adapters(adapters.next().map_or(&[][..], Vec::as_slice), p),
         };
         Block {
             config,
@@ -139,6 +156,27 @@ impl Operations {
             up: linear(of.up, config.up_width()),
             down: linear(of.down, config.width),
         }
+    }
+
+    /// The adapters of a linear layer.
+    fn adapters<'a>(&self, ranges: &[AdapterRanges], p: &Flat<'a>) -> Vec<Adapter<'a>> {
+        let (Some(lora), Some(unit)) = (&self.config.lora, p.flats.get(1)) else {
+            return Vec::new();
+        };
+        let span = self.span();
+        let adapter = |of: &AdapterRanges| {
+            let site = ADAPTER_SITES | (p.layer as u32 * PLACES + of.place);
+            let dropout = p.draws.dropout(lora.dropout, site);
+            Adapter {
+                a: unit.matrix(of.a.clone()),
+                b: unit.matrix(of.b.clone()),
+                r: lora.r,
+                outputs: of.outputs.clone(),
+                scale: lora.scale(),
+                dropout: dropout.map(|dropout| (dropout.from_line(span.first), span.tokens)),
+            }
+        };
+        ranges.iter().map(adapter).collect()
     }
 
     fn norm<'a>(&self, [gain, bias]: [&'a [f32]; 2]) -> Norm<'a> {
@@ -183,7 +221,7 @@ impl Operations {
         branch: Branch,
         block: BlockSlices,
         p: &Flat<'a>,
-    ) -> (Linear<'a>, &'a [f32]) {
+    ) -> (AdaptedLinear<'a>, &'a [f32]) {
         let a = block.view();
         let block = self.block(p);
         match branch {
@@ -206,7 +244,7 @@ impl Operations {
             return layer.forward_residual(out, residual, x);
         };
         layer.forward(out, x);
-        dropout.apply_and_add(out, residual, self.span().tokens, layer.outputs);
+        dropout.apply_and_add(out, residual, self.span().tokens, layer.base.outputs);
     }
 
     /// `out = x w` of a branch: with tensor parallelism a part of the sum over its ranks.
@@ -232,8 +270,8 @@ impl Operations {
     ) {
         let block = self.block(p);
         let bias = match branch {
-            Branch::Attention => block.output.bias,
-            Branch::Mlp => block.down.bias,
+            Branch::Attention => block.output.base.bias,
+            Branch::Mlp => block.down.base.bias,
         };
         let c = self.config.width;
         let Some(dropout) = self.dropout(branch, p) else {
@@ -300,13 +338,20 @@ impl Operations {
     }
 
     /// The places of the gradients of a block's parameters: elements of the partial sums for those that
-    /// ranks sum.
-    fn places<'g>(
-        &self,
-        grad: &'g mut [f32],
-        sums: &'g mut [f32],
-        p: &Flat<'_>,
-    ) -> BlockParams<&'g mut [f32]> {
+    /// ranks sum. If the block has adapters, only they have gradients: `grad`.
+    fn places<'g>(&self, grad: &'g mut [f32], sums: &'g mut [f32], p: &Flat<'_>) -> BlockGrads<'g> {
+        if self.config.lora.is_some() {
+            let mut part = split_ranges(grad);
+            let mut of = |of: &AdapterRanges| [part(of.a.clone()), part(of.b.clone())];
+            return BlockGrads {
+                base: p.ranges.block.clone().map(|_| &mut [][..]),
+                adapters: p
+                    .ranges
+                    .adapters
+                    .each_ref()
+                    .map(|all| all.iter().map(&mut of).collect()),
+            };
+        }
         let mut places = p.ranges.block.clone().map(split_ranges(grad));
         let sums = self.partial(p).map(split_ranges(sums));
         for (place, sums) in places.norms().into_iter().zip(sums) {
@@ -314,7 +359,10 @@ impl Operations {
                 *place = sums;
             }
         }
-        places
+        BlockGrads {
+            base: places,
+            adapters: Default::default(),
+        }
     }
 
     /// Adds the partial sums to the unit's gradient.
@@ -356,17 +404,17 @@ impl Operations {
     ) {
         let a = block.view();
         let block = self.block(p);
-        let g = self.places(grad, s.logits, p);
+        let BlockGrads { base: g, adapters } = self.places(grad, s.logits, p);
+        let [qkv, output, up, down] = adapters;
+        let linear = |base, adapters| AdaptedGrads { base, adapters };
         match part {
             Backward::Mlp => {
                 let dact = &mut s.wide[..a.act.len()];
                 let dout = self.gradient_of(Branch::Mlp, s.narrow, s.dres, p);
-                block.down.weight_gradient(g.down, a.act, dout);
-                block.down.input_gradient(dact, dout);
+                block.down.backward(linear(g.down, down), dact, a.act, dout);
                 let config = &self.config;
                 let dup = config.mlp.backward(dact, a.up, config.inner);
-                block.up.weight_gradient(g.up, a.norm2, dup);
-                block.up.input_gradient(s.narrow, dup);
+                block.up.backward(linear(g.up, up), s.narrow, a.norm2, dup);
             }
             Backward::Norm2 => {
                 let norm = &block.norm2;
@@ -375,8 +423,8 @@ impl Operations {
             Backward::Attended => {
                 let dattended = &mut s.wide[..a.attended.len()];
                 let dout = self.gradient_of(Branch::Attention, s.narrow, s.dres, p);
-                block.output.weight_gradient(g.output, a.attended, dout);
-                block.output.input_gradient(dattended, dout);
+                let grads = linear(g.output, output);
+                block.output.backward(grads, dattended, a.attended, dout);
             }
             Backward::Attention => {
                 let (dattended, dqkv) = s.wide.split_at_mut(a.attended.len());
@@ -388,8 +436,9 @@ impl Operations {
             Backward::Qkv => {
                 let dqkv = &mut s.wide[a.attended.len()..][..a.qkv.len()];
                 self.heads_backward(dqkv, g.qk_norm, [a.raw, a.raw_stats], &block, p);
-                block.qkv.weight_gradient(g.qkv, a.norm1, dqkv);
-                block.qkv.input_gradient(s.narrow, dqkv);
+                block
+                    .qkv
+                    .backward(linear(g.qkv, qkv), s.narrow, a.norm1, dqkv);
             }
             Backward::Norm1 => {
                 let norm = &block.norm1;
@@ -404,7 +453,7 @@ impl Operations {
         dqkv: &mut [f32],
         dgains: &mut [f32],
         [raw, stats]: [&mut [f32]; 2],
-        block: &Block<'_, Linear<'_>>,
+        block: &Block<'_, AdaptedLinear<'_>>,
         p: &Flat<'_>,
     ) {
         let config = &self.config;
@@ -489,8 +538,11 @@ impl Operations {
         self.config.norm.params() * self.config.width
     }
 
-    /// The gradient of the last norm, a part of that of the head's unit.
+    /// The gradient of the last norm, a part of that of the head's unit; empty if it is frozen.
     pub(super) fn final_norm_grad<'g>(&self, grad: &'g mut [f32], p: &Flat<'_>) -> &'g mut [f32] {
+        if self.config.lora.is_some() {
+            return grad;
+        }
         let [gain, _] = &p.ranges.norm;
         // A bias is behind the gain.
         &mut grad[gain.start..][..self.final_norm_elems()]
@@ -507,7 +559,9 @@ impl Operations {
         h: &HeadView<'_>,
         p: &Flat<'_>,
     ) {
-        let grads = dnorm.split_at_mut(self.config.width).into();
+        let grads = dnorm
+            .split_at_mut(self.config.width.min(dnorm.len()))
+            .into();
         self.last_norm(p).backward(dx, grads, dout, x, h.stats);
     }
 }

@@ -35,6 +35,18 @@ pub(crate) struct ParamRanges {
     pub(crate) norm: [Range<usize>; 2],
     /// The matrix of an untied head.
     pub(crate) head: Range<usize>,
+    /// Those of the linear layers of a block, in the order of [`DecoderConfig::linears`].
+    pub(crate) adapters: [Vec<AdapterRanges>; 4],
+}
+
+/// The adapter of a module in the unit of its block's adapters.
+pub(crate) struct AdapterRanges {
+    pub(crate) a: Range<usize>,
+    pub(crate) b: Range<usize>,
+    /// The outputs of the linear layer that are the module's.
+    pub(crate) outputs: Range<usize>,
+    /// The number of the module in its block.
+    pub(crate) place: u32,
 }
 
 impl ParamRanges {
@@ -63,7 +75,16 @@ impl ParamRanges {
         options: &ModelOptions,
     ) -> Result<Self, ModelError> {
         let layout = Layout::with_options(units, 1, options.layout.clone())?;
-        let units = layout.units();
+        let (adapted, units) = layout.units().split_at(config.adapter_units());
+        let adapters = config.adapters(0).map(|adapters| {
+            let ranges = adapters.into_iter().map(|adapter| AdapterRanges {
+                outputs: adapter.outputs,
+                place: adapter.place,
+                a: range_of(adapted.first(), &[adapter.a]),
+                b: range_of(adapted.first(), &[adapter.b]),
+            });
+            ranges.collect()
+        });
         let mut embeddings = config.embedding_params().into_iter();
         let [tokens, positions] = [(); 2].map(|()| embeddings.next());
         let [first, block, last] = [units.first(), units.get(1), units.last()];
@@ -83,6 +104,7 @@ impl ParamRanges {
             block,
             norm: norm.map(|params| range_of(last, &params)),
             head: range_of(last, config.head_matrix().as_slice()),
+            adapters,
         })
     }
 }

@@ -3,11 +3,14 @@
 use zero_shard::{Layout, UnitSpec};
 use zero_trainer::{Batch, IGNORED, ModelError, Pass};
 
+use super::config::DecoderConfig;
+use crate::lora;
 use crate::options::ModelOptions;
 
-/// The passes of a decoder of `layers` blocks, one per unit: the embedding, each block, the head.
-pub(crate) fn passes(layers: usize, tied: bool) -> Vec<Pass> {
-    let head = layers + 1;
+/// The passes of a decoder, one per unit: the embedding, each block, the head. A block with adapters
+/// reads them behind its own unit.
+pub(crate) fn passes(config: &DecoderConfig) -> Vec<Pass> {
+    let head = config.layers + 1;
     let mut passes = vec![Pass {
         forward_reads: vec![0],
         backward_reads: vec![],
@@ -15,13 +18,20 @@ pub(crate) fn passes(layers: usize, tied: bool) -> Vec<Pass> {
     }];
 
     passes.extend((1..head).map(Pass::of_unit));
-    let reads = if tied { vec![head, 0] } else { vec![head] };
+    let reads = if config.tied_head {
+        vec![head, 0]
+    } else {
+        vec![head]
+    };
     passes.push(Pass {
         forward_reads: reads.clone(),
         backward_reads: reads.clone(),
         grads: reads,
     });
-    passes
+    match config.adapter_units() {
+        0 => passes,
+        adapters => lora::passes(passes, adapters),
+    }
 }
 
 pub(super) fn widest_pass(

@@ -22,6 +22,7 @@ use crate::config::{
     ConfigError, check_deviation, check_divides, check_dropout, check_positive, check_sizes,
 };
 use crate::decoder::config::{Biases, DecoderConfig, Dropouts, Names};
+use crate::lora::LoraConfig;
 use crate::ops::activation::Activation;
 use crate::ops::attention;
 use crate::ops::linear::MatrixOrder;
@@ -66,6 +67,8 @@ pub struct GptConfig {
     pub reorder_and_upcast_attn: bool,
     /// The keys of special tokens in `config.json`, such as `eos_token_id`, as they were read.
     pub special_tokens: Vec<(&'static str, Value)>,
+    /// Adapters on the frozen model.
+    pub lora: Option<LoraConfig>,
 }
 
 /// A token that marks the begin and the end of a text, as GPT-2's last one.
@@ -96,6 +99,7 @@ impl GptConfig {
             scale_attn_by_inverse_layer_idx: false,
             reorder_and_upcast_attn: false,
             special_tokens: text_ends(50256),
+            lora: None,
         }
     }
 
@@ -207,6 +211,7 @@ impl GptConfig {
                 residual: Some(self.resid_pdrop),
             },
             tied_head: self.tied_head,
+            lora: self.lora.clone(),
             ..DecoderConfig::empty(&NAMES)
         }
     }

@@ -49,6 +49,7 @@ impl GptConfig {
             scale_attn_by_inverse_layer_idx: keys.flag_or(INVERSE_LAYER, false)?,
             reorder_and_upcast_attn: keys.flag_or(UPCAST, false)?,
             special_tokens: keys.special_tokens(),
+            lora: None,
         };
 
         config.validate()?;
@@ -141,6 +142,7 @@ mod tests {
     fn missing_keys_take_hugging_face_defaults() {
         let (config, warnings) = read(GOOD).unwrap();
         let expected = GptConfig {
+            lora: None,
             vocab_size: 256,
             n_positions: 64,
             n_embd: 64,

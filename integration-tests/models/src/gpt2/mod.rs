@@ -10,5 +10,5 @@ use crate::decoder::passes;
 
 /// The passes of a GPT-2, one per unit: the embedding, each block, the head.
 pub fn passes(config: &GptConfig) -> Vec<Pass> {
-    passes::passes(config.n_layer, config.tied_head)
+    passes::passes(&config.decoder())
 }

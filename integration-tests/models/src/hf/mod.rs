@@ -15,6 +15,7 @@
 //!
 //! Not supported: downloads, pickled files (`pytorch_model.bin`).
 
+pub mod adapters;
 mod bitsandbytes;
 pub mod companions;
 mod tensors;
@@ -35,6 +36,7 @@ use zero_ckpt::{
     CkptError, MANIFEST_NAME, Reader, Resolved, StateDtype, TensorFolder, has_checkpoints, resolve,
 };
 
+use adapters::Adapters;
 use tensors::StoredNames;
 pub use tensors::{DefectKind, TensorDefect};
 use tokenizer_files::is_present;
@@ -109,6 +111,12 @@ pub enum HfError {
         at: u64,
         value: f32,
     },
+    /// A checkpoint with nothing but adapters is opened as a model.
+    #[error(
+        "{}: the checkpoint has adapters only (--lora): export it by `zero ckpt export`, then pass the folder of its \
+         base as --model and the exported folder as --lora; or export it with --merge", path.display()
+    )]
+    OnlyAdapters { path: PathBuf },
     /// The model has no such parameter.
     #[error("the model has no parameter {name:?}")]
     UnknownParameter { name: String },
@@ -120,6 +128,8 @@ pub struct HfFolder {
     config: ModelConfig,
     warnings: Vec<String>,
     source: TensorSource,
+    /// Those that are merged into what is read.
+    adapters: Option<Adapters>,
 }
 
 enum TensorSource {
@@ -184,6 +194,7 @@ impl HfFolder {
             config,
             warnings,
             source: TensorSource::Files { weights, stored },
+            adapters: None,
         })
     }
 
@@ -223,6 +234,11 @@ impl HfFolder {
     ) -> Result<Self, HfError> {
         let file = reader.path().join(MANIFEST_NAME);
         let (config, mut warnings) = config_of(&reader)?;
+        if config.lora().is_some() {
+            return Err(HfError::OnlyAdapters {
+                path: reader.path().to_owned(),
+            });
+        }
         let (kept, missing) = kept_files(&reader)?;
         warnings.extend(missing);
 
@@ -265,7 +281,17 @@ impl HfFolder {
                 reader: Box::new(reader),
                 kept,
             },
+            adapters: None,
         })
+    }
+
+    /// The same model with `adapters` merged into its weights, wherever they are read.
+    #[must_use]
+    pub fn with_merged(self, adapters: Adapters) -> Self {
+        Self {
+            adapters: Some(adapters),
+            ..self
+        }
     }
 
     /// The folder's path.
@@ -367,6 +393,7 @@ impl HfFolder {
     /// that is not finite.
     pub fn read(&self, name: &str, range: Range<u64>, out: &mut [f32]) -> Result<(), HfError> {
         let start = range.start;
+        let merged = range.clone();
         match &self.source {
             TensorSource::Files { weights, stored } => {
                 let read = stored.read(weights, name, range, out);
@@ -377,6 +404,9 @@ impl HfFolder {
             TensorSource::Checkpoint { reader, .. } => {
                 reader.read_param(MASTER, name, range, out)?
             }
+        }
+        if let Some(adapters) = &self.adapters {
+            adapters.merge(name, merged, out)?;
         }
         match out.iter().position(|value| !value.is_finite()) {
             None => Ok(()),

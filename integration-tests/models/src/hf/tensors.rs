@@ -252,7 +252,7 @@ fn wrappers(weights: &TensorFolder, config: &ModelConfig) -> Vec<String> {
 fn hint(weights: &TensorFolder, wrappers: &[String], wrapper: &str) -> String {
     let is_adapter = |tensor: &TensorEntry| tensor.name.contains(".lora_");
     if weights.tensors().any(is_adapter) {
-        return "; the files hold an adapter (LoRA): merge it into its model (`merge_and_unload` of peft), and save that"
+        return "; the files hold an adapter (LoRA): pass its model as --model, and this folder as --lora"
             .to_owned();
     }
     match wrappers.iter().find(|found| *found != wrapper) {

@@ -12,6 +12,7 @@ use crate::config::{
     ConfigError, check_deviation, check_divides, check_dropout, check_positive, check_sizes,
 };
 use crate::decoder::config::{Biases, DecoderConfig, Dropouts, Names};
+use crate::lora::LoraConfig;
 use crate::ops::attention;
 use crate::ops::linear::MatrixOrder;
 use crate::ops::mlp::Mlp;
@@ -73,6 +74,8 @@ pub struct LlamaConfig {
     pub attention_dropout: f32,
     /// The keys of special tokens in `config.json`, such as `eos_token_id`, as they were read.
     pub special_tokens: Vec<(&'static str, Value)>,
+    /// Adapters on the frozen model.
+    pub lora: Option<LoraConfig>,
 }
 
 impl LlamaConfig {
@@ -99,6 +102,7 @@ impl LlamaConfig {
             initializer_range: 0.02,
             attention_dropout: 0.0,
             special_tokens: Vec::new(),
+            lora: None,
         }
     }
 
@@ -264,6 +268,7 @@ impl LlamaConfig {
             },
             tied_head: self.tied_head,
             padding_token: self.padding_token(),
+            lora: self.lora.clone(),
             ..DecoderConfig::empty(&NAMES)
         }
     }

@@ -92,6 +92,7 @@ impl LlamaConfig {
             initializer_range: keys.number_or("initializer_range", 0.02)?,
             attention_dropout: keys.number_or("attention_dropout", 0.0)?,
             special_tokens: keys.special_tokens(),
+            lora: None,
         };
 
         config.validate()?;

@@ -13,6 +13,7 @@ pub mod dropout;
 pub mod embedding;
 pub mod head_norm;
 pub mod linear;
+pub mod lora;
 pub(crate) mod math;
 pub mod mlp;
 pub mod norm;

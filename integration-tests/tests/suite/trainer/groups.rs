@@ -136,7 +136,9 @@ fn frozen_units_cost_nothing() {
             let outcome = case.run(&workload);
             let layout = &outcome.layout;
             let settings = &outcome.settings;
-            let resolved = groups.resolve(layout, zero_models::param_kind).unwrap();
+            let resolved = groups
+                .resolve(layout, zero_models::param_kind, None)
+                .unwrap();
             let held = resolved
                 .state_bytes(layout, settings.stage, &settings.widths())
                 .unwrap();

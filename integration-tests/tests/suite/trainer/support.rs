@@ -14,8 +14,10 @@ use zero_alloc::host::{HostDevice, HostStream};
 use zero_ckpt::Reader;
 use zero_comm::PrefetchOptions;
 use zero_data::{DataSource, Dataset};
-use zero_models::ModelOptions;
+use zero_kernels::Muon;
 use zero_models::hf::HfFolder;
+use zero_models::lora::LoraConfig;
+use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::OptimizerConfig;
 use zero_shard::{BlockFormat, Layout, ParamSpec, Sharding, TensorCut, UnitSpec, ZeroStage};
 use zero_trainer::param_groups::GroupSettings;
@@ -23,8 +25,8 @@ use zero_trainer::{
     Batch, BatchAt, InitialWeights, Model, ModelError, ModelRanks, Pass, TrainError,
 };
 use zero_trainer::{
-    Home, MeshSettings, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics,
-    ValidationOptions, Workload, run_on_threads,
+    Home, MeshSettings, MuonSettings, OffloadSettings, RankSummary, RunOptions, Settings,
+    StepMetrics, ValidationOptions, Workload, run_on_threads,
 };
 
 pub(crate) use integration_tests::relative_error;
@@ -52,8 +54,12 @@ pub(crate) struct Case {
     pub(crate) bucket_elems: usize,
     pub(crate) optimizer: OptimizerConfig,
     pub(crate) groups: GroupSettings,
+    /// Muon for the matrices of blocks, with this learning rate.
+    pub(crate) muon: Option<(Muon, f64)>,
     pub(crate) offload: OffloadSettings,
     pub(crate) quantised_frozen: Option<BlockFormat>,
+    /// Adapters on the frozen model.
+    pub(crate) lora: Option<LoraConfig>,
     pub(crate) resume: Option<PathBuf>,
     pub(crate) validation: Option<ValidationOptions>,
     pub(crate) cancel: Arc<AtomicBool>,
@@ -80,8 +86,10 @@ impl Default for Case {
             bucket_elems: 1 << 12,
             optimizer: OptimizerConfig::default().max_grad_norm(1.0),
             groups: GroupSettings::default(),
+            muon: None,
             offload: OffloadSettings::default(),
             quantised_frozen: None,
+            lora: None,
             resume: None,
             validation: None,
             cancel: Arc::default(),
@@ -271,6 +279,7 @@ impl Case {
     /// The run's settings.
     pub(crate) fn settings(&self) -> Settings {
         let stage = ZeroStage::from_number(self.stage).unwrap();
+        let none = MuonSettings::new(zero_models::matrices_of);
         Settings {
             mesh: self.mesh,
             node_ranks: self.node_ranks,
@@ -281,8 +290,15 @@ impl Case {
             prefetch: PrefetchOptions::default().ahead(self.ahead.unwrap_or(self.overlap.into())),
             optimizer: self.optimizer.clone(),
             groups: self.groups.clone(),
+            muon: self.muon.map_or(none, |(rule, lr)| MuonSettings {
+                by_default: true,
+                rule,
+                lr: Some(lr),
+                ..none
+            }),
             offload: self.offload.clone(),
             quantised_frozen: self.quantised_frozen,
+            adapters: self.lora.as_ref().map(|_| self.model().1.adapter_units()),
             limit: Duration::from_secs(60),
             ..Settings::new(stage, self.dtype, zero_models::param_kind)
         }
@@ -354,12 +370,22 @@ impl Case {
             .unwrap_or_else(|e| panic!("{self:?}: {e}"))
     }
 
+    /// The folder of the oracle's model, and its configuration with the case's adapters.
+    fn model(&self) -> (HfFolder, ModelConfig) {
+        let folder = HfFolder::open(&self.oracle.data("model")).unwrap();
+        let config = folder.config().clone();
+        let config = config.with_lora(self.lora.clone()).unwrap();
+        (folder, config)
+    }
+
     /// The oracle's model with PyTorch's weights and tokens.
     pub(crate) fn tiny(&self) -> ModelWorkload {
-        let folder = HfFolder::open(&self.oracle.data("model")).unwrap();
+        let (folder, config) = self.model();
         ModelWorkload {
-            config: folder.config().clone(),
+            config,
             weights: Weights::Folder(Box::new(folder)),
+            adapters: None,
+            adapter_seed: 3,
             data: Dataset::open(&DataSource::at(self.oracle.data("tokens.u16.bin")))
                 .unwrap()
                 .into(),

@@ -41,6 +41,7 @@ use crate::offload::settings::{Home, OffloadSettings};
 use crate::offload::unit_file::UnitFile;
 use crate::rank::Rank;
 use crate::rank_exchange::RankExchange;
+use crate::stages::matrix_exchange::HostExchange;
 use crate::step::inputs::StepInputs;
 use crate::telemetry::metrics::NvmeBytes;
 
@@ -101,6 +102,22 @@ impl<D: Device> HostOptimizer<D> {
         let builder = match options.state_home() {
             Some(home) => builder.offload(home),
             None => builder,
+        };
+
+        let builder = match (rank.matrices(true)?, rank.exchange()?) {
+            (Some(matrices), Some(of_device)) => {
+                let exchange = HostExchange {
+                    of_device,
+                    device: rank.pool.device().clone(),
+                    done: host
+                        .plain
+                        .device()
+                        .create_stream(&format!("rank {index} exchanges"))?,
+                    limit: settings.host_limit(),
+                };
+                builder.matrices(matrices, Arc::new(exchange))
+            }
+            _ => builder,
         };
 
         let optimizer = builder.build(segments)?;

@@ -217,7 +217,7 @@ impl<D: Device> Optimizer<D> for OffloadedOptimizer<D> {
             ..
         } = &mut self.host;
         let mut params = params.lock();
-        for unit in 0..rank.units() {
+        for unit in 0..rank.settings.saved_units(rank.units()) {
             let held = params.acquire(unit, SwapAccess::Update)?;
             let own = RankParams {
                 layout: rank.layouts.parts(),

@@ -20,7 +20,7 @@ use zero_ckpt::{
     BackgroundStore, CkptError, ModelSpec, PublishedCheckpoint, SaveMeta, StagingSlice, StateDtype,
     StateSpec, Store, StoreOptions,
 };
-use zero_optim::StateKind;
+use zero_optim::{StateArrays, StateKind};
 
 use crate::error::TrainError;
 use crate::rank::Rank;
@@ -41,12 +41,14 @@ enum Saves {
 }
 
 fn states<D: Device>(rank: &Rank<D>) -> Vec<StateSpec> {
-    let arrays = rank.settings.optimizer_state();
-    let spec = |kind: StateKind| StateSpec::new(kind.name(), arrays.encoding(kind));
+    let kinds = rank.settings.state_kinds(rank.groups.has_matrices());
+    let spec = |(kind, arrays): (StateKind, StateArrays)| {
+        StateSpec::new(kind.name(), arrays.encoding(kind))
+    };
     let errors = SavedErrors::of(rank);
     let of_errors = errors.iter().flat_map(|errors| errors.names());
     let of_errors = of_errors.map(|name| StateSpec::new(name, StateDtype::F32));
-    arrays.kinds().map(spec).chain(of_errors).collect()
+    kinds.into_iter().map(spec).chain(of_errors).collect()
 }
 
 /// The error of the rank that failed as [`CkptError::Rank`], which the launcher reports as that

@@ -12,6 +12,7 @@ use zero_optim::{Progress, StateKind, StateRange};
 use zero_shard::UnitLayout;
 
 use crate::error::TrainError;
+use crate::model::ModelError;
 use crate::rank::Rank;
 use crate::saving::saver::Saver;
 use crate::stages::grad_errors::SavedErrors;
@@ -84,7 +85,8 @@ fn fill(
 
 /// Sets the frozen units in blocks from a checkpoint.
 fn load_frozen<D: Device>(rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
-    let Some(frozen) = &rank.frozen else {
+    let frozen = rank.frozen.as_ref();
+    let Some(frozen) = frozen.filter(|_| rank.settings.adapters.is_none()) else {
         return Ok(());
     };
     let view = reader.view(&rank.layout)?;
@@ -104,12 +106,21 @@ fn load_frozen<D: Device>(rank: &Rank<D>, reader: &Reader) -> Result<(), TrainEr
 }
 
 /// Restores weights, slots and progress from a checkpoint of any world size, stage and dtype.
-pub(crate) fn restore<D: Device>(
+/// `weights` are the initial ones, of which units that are not saved keep theirs.
+pub(crate) fn restore<'a, D: Device>(
     rank: &Rank<D>,
     stage: &mut dyn Stage<D>,
     reader: Reader,
+    weights: impl FnOnce() -> Result<Box<InitialWeights<'a>>, ModelError>,
 ) -> Result<TrainerState, TrainError> {
     let state = TrainerState::of(&reader)?;
+    let reader = match rank.settings.adapters {
+        Some(adapters) => {
+            set_weights(rank, stage, &mut *weights()?)?;
+            reader.of_first_units(adapters)
+        }
+        None => reader,
+    };
     let reader = match &rank.tensor {
         Some(tensor) => {
             let part = tensor.part(rank.tensor_rank())?;

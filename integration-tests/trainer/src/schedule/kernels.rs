@@ -6,8 +6,8 @@ use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 use zero_alloc::host::HostStream;
 use zero_alloc::schedule::Work;
 use zero_kernels::{
-    AdvanceArgs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels, RankStats, Segments,
-    UpdateArgs, UpdateRule,
+    AdvanceArgs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels, OrthogonaliseArgs,
+    RankStats, Segments, UpdateArgs, UpdateRule,
 };
 use zero_shard::BlockFormat;
 
@@ -29,6 +29,21 @@ unsafe impl<D: Device<Stream = HostStream>> Kernels<D> for ScheduledKernels {
         args: UpdateArgs,
     ) -> Result<(), KernelError> {
         enqueue(stream, rule.label(&args.form()), args.bytes())
+    }
+
+    /// Reads and writes the matrix; its products are not counted.
+    fn orthogonalise(
+        &self,
+        stream: &HostStream,
+        args: OrthogonaliseArgs,
+    ) -> Result<(), KernelError> {
+        let bytes = 2 * args.rows * args.cols * size_of::<f32>();
+        enqueue(stream, "orthogonalise", bytes)
+    }
+
+    /// A copy of the matrix and two squares, without the host's padding.
+    fn orthogonalise_scratch_elems(&self, rows: usize, cols: usize) -> usize {
+        rows * cols + 2 * rows.min(cols).pow(2)
     }
 
     fn cast(

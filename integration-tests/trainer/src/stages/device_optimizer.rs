@@ -1,5 +1,7 @@
 //! The optimizer on the device.
 
+use std::sync::Arc;
+
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Reduced, Stream};
 use zero_ckpt::Reader;
 use zero_comm::SumInto;
@@ -36,10 +38,13 @@ impl<D: Device> DeviceOptimizer<D> {
             .config(settings.optimizer.clone())
             .param_dtype(settings.dtype)
             .groups(&groups)
-            .format(settings.offload.format)
-            .build(segments)?;
+            .format(settings.offload.format);
+        let optimizer = match (rank.matrices(false)?, rank.exchange()?) {
+            (Some(matrices), Some(exchange)) => optimizer.matrices(matrices, Arc::new(exchange)),
+            _ => optimizer,
+        };
         Ok(Self {
-            optimizer,
+            optimizer: optimizer.build(segments)?,
             params,
             sums: DeviceSums::new(rank)?,
         })
@@ -178,14 +183,21 @@ impl<D: Device> Optimizer<D> for DeviceOptimizer<D> {
     }
 
     fn load(&mut self, rank: &Rank<D>, reader: &Reader) -> Result<(), TrainError> {
-        let own = RankParams {
-            layout: rank.layouts.parts(),
-            rank: rank.part(),
-            params: &self.param_slices(),
+        let params = self.param_slices();
+        let units = rank.settings.saved_units(params.len());
+        let mut load = || {
+            for (unit, params) in params.iter().enumerate().take(units) {
+                let own = RankParams {
+                    layout: rank.layouts.parts(),
+                    rank: rank.part(),
+                    params,
+                };
+                let limit = rank.settings.host_limit();
+                let optimizer = &mut self.optimizer;
+                optimizer.load_unit(&rank.compute, reader, unit, &own, limit)?;
+            }
+            self.optimizer.load_progress(reader)
         };
-        let limit = rank.settings.host_limit();
-        self.optimizer
-            .load(&rank.compute, reader, &own, limit)
-            .map_err(TrainError::unreadable)
+        load().map_err(TrainError::unreadable)
     }
 }

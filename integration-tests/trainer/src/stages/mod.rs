@@ -5,6 +5,7 @@ pub(crate) mod device_sums;
 pub(crate) mod frozen;
 pub(crate) mod grad_errors;
 pub(crate) mod gradients;
+pub(crate) mod matrix_exchange;
 pub(crate) mod optimizer;
 pub(crate) mod optimizer_choice;
 pub(crate) mod places;

@@ -130,13 +130,14 @@ pub struct CommBytes {
     pub all_gather: u64,
     /// By all-reduce.
     pub all_reduce: u64,
-    /// By all-to-all: between ranks that share sequences, and of quantised gradients.
+    /// By all-to-all: between ranks that share sequences, of quantised gradients, and of Muon's
+    /// matrices.
     #[serde(default)]
     pub all_to_all: u64,
     /// By the all-gather of statistics and losses.
     pub control: u64,
-    /// By all ranks of this rank's machine to other machines, without control traffic; 0 if the
-    /// machines are not known. A ring enters and leaves a machine once.
+    /// By all ranks of this rank's machine to other machines, without control traffic and Muon's
+    /// matrices; 0 if the machines are not known. A ring enters and leaves a machine once.
     #[serde(default)]
     pub between: u64,
 }

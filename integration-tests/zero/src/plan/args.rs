@@ -7,6 +7,8 @@ use clap::{Args, ValueEnum};
 
 use crate::flags::{DTypeFlag, model_help, parse_gpu_memory, parse_params, parse_whole};
 use crate::settings::args::{MeshArgs, OffloadArgs, TrainArgs};
+use crate::settings::lora::LoraChoice;
+use crate::settings::muon::MuonArgs;
 use crate::settings::quantise::QuantiseArgs;
 
 /// The architectures that a shape can have.
@@ -27,6 +29,15 @@ pub struct PlanArgs {
     /// The model.
     #[arg(long, value_name = "PRESET|HF_DIR", help = model_help("or a Hugging Face folder"))]
     pub model: Option<String>,
+    /// Train adapters on the frozen model, as `zero train --lora`: r=16,targets=q_proj, or a folder
+    /// of PEFT
+    #[arg(
+        long,
+        value_name = "r=R,...|DIR",
+        requires = "model",
+        conflicts_with = "simulate"
+    )]
+    pub lora: Option<LoraChoice>,
     /// Number of parameters, such as 7.5e9 or 7.5B, of a transformer of typical shape
     #[arg(long, value_name = "COUNT", value_parser = parse_params)]
     pub params: Option<u64>,
@@ -104,6 +115,9 @@ pub struct PlanArgs {
     /// The offload.
     #[command(flatten)]
     pub offload: OffloadArgs,
+    /// The optimizer.
+    #[command(flatten)]
+    pub muon: MuonArgs,
     /// Quantised communication, at stages 1 to 3.
     #[command(flatten)]
     pub quantise: QuantiseArgs,
@@ -144,6 +158,7 @@ impl PlanArgs {
             reduce_every_micro_batch: given(self.reduce_every_micro_batch),
             bucket_elems: self.bucket_elems.map(|elems| elems as usize),
             mesh: self.mesh,
+            muon: self.muon,
             quantise: self.quantise,
             ..TrainArgs::default()
         }

@@ -132,7 +132,8 @@ impl PlanRequest {
         let seq_len = args.seq_len.unwrap_or(positions);
         check_seq_len(seq_len, config)?;
         let zero = file.as_ref().map(|f| f.zero_for(model.shape.hidden));
-        let (run, options) = run_of(args, file.as_deref(), zero.as_ref(), &mut notices)?;
+        let (mut run, options) = run_of(args, file.as_deref(), zero.as_ref(), &mut notices)?;
+        run.adapters = adapters(&model);
         let with_stage = file
             .as_ref()
             .filter(|file| !file.is_auto("zero_optimization.stage"));
@@ -170,7 +171,8 @@ impl PlanRequest {
     /// # Errors
     /// As [`PlanRequest::new`].
     pub(crate) fn with_run(&self, args: &PlanArgs) -> Result<Self, CliError> {
-        let (run, options) = run_of(args, None, None, &mut Vec::new())?;
+        let (mut run, options) = run_of(args, None, None, &mut Vec::new())?;
+        run.adapters = self.run.adapters;
         let request = Self {
             options: ModelOptions {
                 seq_len: self.options.seq_len,
@@ -342,6 +344,7 @@ impl PlanRequest {
             )
         };
         record.communication.apply(&mut run);
+        run.adapters = adapters(&model);
         Ok(Self {
             model: Arc::new(model.cut(mesh.tensor_ranks.unwrap_or(1))?),
             options: ModelOptions {
@@ -423,6 +426,16 @@ impl PlanRequest {
         *bucket = (*bucket).max(self.machine.gpus as usize);
         settings
     }
+}
+
+/// A warning about adapters on GPUs.
+const ON_CPU: &str = "--lora: adapters are trained on the CPU only so far; the activations of a GPU are those of the \
+                      model without its adapters";
+
+/// Units of adapters, if the model has some.
+fn adapters(model: &ModelSize) -> Option<usize> {
+    let config = model.config.as_ref()?;
+    config.lora().map(|_| config.adapter_units())
 }
 
 /// Checks the GPUs and the nodes.
@@ -569,8 +582,18 @@ fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<ModelSize, CliErr
         (Some(name), _) => {
             let config = find_config(name, notices)?;
             config.validate().map_err(CliError::usage)?;
+            let config = match &args.lora {
+                Some(lora) => {
+                    notices.push(ON_CPU.to_owned());
+                    lora.on(&config)?.0
+                }
+                None => config,
+            };
             Ok(ModelSize::of(name, &config))
         }
+        (None, _) if args.lora.is_some() => Err(usage!(
+            "--lora: the adapters are those of the modules of a model: pass --model"
+        )),
         (None, Some(params)) => Ok(ModelSize::with_about(params)),
         (None, None) => Ok(ModelSize::of("gpt2", &shape(args)?)),
     }

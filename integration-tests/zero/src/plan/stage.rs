@@ -233,9 +233,10 @@ impl WithoutActivations {
     ) -> Result<Self, ShardError> {
         let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
         let over_groups = settings.mesh.layouts(layout.parts())?;
+        let (state, updated_elems) = state(&settings, &over_groups)?;
         Ok(Self {
-            state: over_groups.state_bytes(stage, &settings.widths())?,
-            updated_elems: over_groups.updated_elems(stage),
+            state,
+            updated_elems,
             model: memory_model(request, &settings, layout.parts())?,
         })
     }
@@ -255,6 +256,27 @@ impl WithoutActivations {
     }
 }
 
+/// The state of a rank, and the elements that it updates. What is frozen, small or updated by another
+/// rule has other state.
+fn state(settings: &Settings, over_groups: &GridLayout) -> Result<(StateBytes, u64), ShardError> {
+    let (stage, widths) = (settings.stage, settings.widths());
+    let of_groups = || {
+        let groups = settings.resolve_groups(over_groups.parts()).ok()?;
+        let state = groups.grid_bytes(over_groups, stage, &widths)?;
+        Some((
+            state,
+            groups.updated_elems(over_groups.optimizer(0).0, stage)?,
+        ))
+    };
+    match of_groups() {
+        Some(of_groups) => Ok(of_groups),
+        None => Ok((
+            over_groups.state_bytes(stage, &widths)?,
+            over_groups.updated_elems(stage),
+        )),
+    }
+}
+
 fn evaluate_with(
     request: &PlanRequest,
     layout: &GridLayout,
@@ -262,13 +284,12 @@ fn evaluate_with(
     recompute_gelu: bool,
 ) -> Result<Stage, ShardError> {
     let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
-    let widths = settings.widths();
     let over_groups = settings.mesh.layouts(layout.parts())?;
-    let state = over_groups.state_bytes(stage, &widths)?;
+    let (state, updated_elems) = state(&settings, &over_groups)?;
     let model = memory_model(request, &settings, layout.parts())?;
     let model = with_activations(model, request, recompute_gelu)?;
     let on_cores = on_cores(request, &settings, layout.parts());
-    let footprint = model.footprint(&state, over_groups.updated_elems(stage))?;
+    let footprint = model.footprint(&state, updated_elems)?;
     let (gpu, host, nvme) = (footprint.device, footprint.host, footprint.nvme);
     let (transfers, wear) = transfers(
         request,
@@ -408,7 +429,19 @@ fn sent(
             None => Routing::Ring,
         };
         let sent = layout.step_traffic(stage, &widths, reductions, routing)?;
-        return Ok((sent.rank, sent.group_egress_bytes));
+        let Some(adapters) = settings.adapter_layout(layout.parts())? else {
+            return Ok((sent.rank, sent.group_egress_bytes));
+        };
+        let node = layout.grid().group_size();
+        let adapters = GridLayout::of_parts(adapters, node, layout.sharding())?;
+        let trained = adapters.step_traffic(stage, &widths, reductions, routing)?;
+        if !stage.shards_params() {
+            return Ok((trained.rank, trained.group_egress_bytes));
+        }
+        // The bytes that leave a node are an upper bound.
+        let mut rank = trained.rank;
+        rank.all_gather_bytes = sent.rank.all_gather_bytes;
+        return Ok((rank, sent.group_egress_bytes));
     }
     let axes = settings.axis_traffic(over_groups)?;
     let node = layout.grid().group_size();

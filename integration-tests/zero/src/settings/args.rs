@@ -11,6 +11,8 @@ use zero_optim::{LossScaling, Masters, Moments};
 use zero_trainer::Home;
 use zero_trainer::param_groups::ParamGroup;
 
+use super::lora::LoraChoice;
+use super::muon::MuonArgs;
 use super::outputs::OutputPaths;
 use super::quantise::QuantiseArgs;
 use super::stage_choice::{StageChoice, parse_stage};
@@ -30,6 +32,12 @@ pub struct TrainArgs {
     /// files]
     #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
     pub data: Option<PathBuf>,
+    /// Train adapters on the frozen model (LoRA): r=16,alpha=32, also with dropout=X,
+    /// targets=q_proj,v_proj and rslora, or a folder of PEFT to start from. Checkpoints then hold the adapters alone, and `zero ckpt
+    /// export` writes a folder of PEFT [default of a name: r=8, alpha=8, PEFT's targets for the
+    /// model]
+    #[arg(long, value_name = "r=R,...|DIR")]
+    pub lora: Option<LoraChoice>,
     /// The model.
     #[arg(long, value_name = "PRESET|DIR", help = model_help("a Hugging Face folder (GPT-2, Llama, \
         Mistral, Qwen 2 or 3), or a folder of checkpoints (its weights only) [default: nano]"))]
@@ -81,6 +89,9 @@ pub struct TrainArgs {
     /// Tokens per sequence [default: 128, or the model's positions if fewer]
     #[arg(long, value_name = "T", value_parser = parse_whole::<usize>)]
     pub seq_len: Option<usize>,
+    /// The optimizer.
+    #[command(flatten)]
+    pub muon: MuonArgs,
     /// Learning rate [default: 1e-3]
     #[arg(long, value_name = "X")]
     pub lr: Option<f64>,
@@ -295,6 +306,7 @@ impl TrainArgs {
             reduce_every_micro_batch, bucket_elems, no_overlap, cuda_graph,
             unflagged.prefetch, unflagged.sub_group_elems,
             mesh.shard_group, mesh.shard_optimizer, mesh.hpz, mesh.ulysses, mesh.tensor_parallel,
+            muon.optimizer, muon.muon_lr, muon.muon_momentum, muon.muon_adjust, muon.ns_steps,
             quantise.quantize_params, quantise.quantize_grads, quantise.quantize_frozen,
             quantise.error_feedback,
             quantise.error_feedback_beta, quantise.error_feedback_reset,

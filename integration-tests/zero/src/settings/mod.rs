@@ -21,7 +21,7 @@
 //! ```text
 //! agreement  changes  autos        what the rows and run.json are used for
 //!     resolve                      from the sources to the trainer's settings
-//! communication mesh collectives quantise optimizer schedule offload batch epochs validation samples    the topics
+//! communication mesh collectives quantise optimizer muon schedule offload batch epochs validation samples    the topics
 //!     sources                      a configuration file and run.json as settings
 //!  record    table                 run.json; the names of all settings
 //!      args                        the flags
@@ -36,7 +36,9 @@ pub(crate) mod collectives;
 pub(crate) mod communication;
 pub(crate) mod epochs;
 pub(crate) mod formats_of_run;
+pub(crate) mod lora;
 pub(crate) mod mesh;
+pub(crate) mod muon;
 pub(crate) mod offload;
 pub(crate) mod optimizer;
 pub(crate) mod outputs;

@@ -7,6 +7,7 @@ use zero_optim::{DynamicScaling, LossScaling, OptimizerConfig};
 use zero_trainer::param_groups::GroupSettings;
 
 use super::args::TrainArgs;
+use super::muon::OptimizerChoice;
 use super::schedule;
 use super::sources::{RunSources, Sources};
 use crate::error::CliError;
@@ -41,7 +42,11 @@ fn hyper(settings: &TrainArgs) -> AdamHyper {
         beta2,
         eps: settings.eps.unwrap_or(1e-8),
         weight_decay: settings.weight_decay.unwrap_or(0.01),
-        decoupled: settings.unflagged.decoupled.unwrap_or(true),
+        decoupled: match settings.muon.optimizer {
+            Some(OptimizerChoice::Adam) => false,
+            Some(OptimizerChoice::Adamw) => true,
+            Some(OptimizerChoice::Muon) | None => settings.unflagged.decoupled.unwrap_or(true),
+        },
         bias_correction: settings.unflagged.bias_correction.unwrap_or(true),
     }
 }

@@ -14,6 +14,7 @@ use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{OffloadSettings, ReplicaChecks, Settings};
 
 use super::args::{DeviceChoice, MeshArgs, TrainArgs};
+use super::muon::MuonArgs;
 use super::outputs::OutputPaths;
 use super::quantise::QuantiseArgs;
 use super::samples::SampleRecord;
@@ -60,6 +61,9 @@ pub(crate) struct RunRecord {
     /// Groups of ranks.
     #[serde(default, skip_serializing_if = "MeshArgs::is_default")]
     pub(crate) mesh: MeshArgs,
+    /// Muon.
+    #[serde(default, skip_serializing_if = "MuonArgs::is_default")]
+    pub(crate) muon: MuonArgs,
     /// Quantised communication.
     #[serde(default, skip_serializing_if = "QuantiseArgs::is_default")]
     pub(crate) quantise: QuantiseArgs,
@@ -112,6 +116,9 @@ pub(crate) struct ModelRecord {
     pub(crate) parameters: u64,
     /// The source of the weights of step 0.
     pub(crate) weights: String,
+    /// The checksum of the frozen weights of a folder, in hexadecimal, if adapters are trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) base_checksum: Option<String>,
 }
 
 /// The training data of a run.

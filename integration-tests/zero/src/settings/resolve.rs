@@ -28,6 +28,8 @@ pub(crate) struct RunShape {
     pub(crate) on_gpus: bool,
     /// The hidden size of the model.
     pub(crate) hidden: u64,
+    /// Units of adapters, if only they are trained.
+    pub(crate) adapters: Option<usize>,
 }
 
 /// The trainer's settings of a run, and notes for the user. `"auto"` in the file has the value that
@@ -83,8 +85,10 @@ pub(crate) fn settings(
 
     let mut settings = Settings {
         mesh: mesh::settings(&from, &run, notices)?,
+        muon: from.all.muon.settings(rules.hyper.weight_decay),
         optimizer: rules,
         groups: optimizer::groups(&from.all),
+        adapters: shape.adapters,
         offload,
         limit: Duration::from_secs(args.time_limit),
         ..Settings::new(stage, dtype, zero_models::param_kind)
@@ -201,6 +205,7 @@ mod tests {
             largest_unit: 1000,
             on_gpus: false,
             hidden: 8,
+            adapters: None,
         };
         let settings = settings(&sources, shape, &mut Vec::new()).unwrap();
         settings.optimizer.sub_group_elems

@@ -6,6 +6,7 @@ use zero_comm::PrefetchOptions;
 use zero_shard::ZeroStage;
 
 use super::args::{MeshArgs, TrainArgs, Unflagged};
+use super::muon::MuonArgs;
 use super::offload::MIN_SUB_GROUP_ELEMS;
 use super::quantise::QuantiseArgs;
 use super::record::RunRecord;
@@ -73,6 +74,7 @@ pub(crate) fn of_file(file: &DsConfig, zero: Option<&ZeroOptimization>) -> Train
         let is_auto = file.is_auto(&format!("optimizer.params.{name}"));
         optimizer.filter(|_| !is_auto)
     };
+    let muon = optimizer.and_then(|optimizer| optimizer.muon.as_ref());
     let checkpointing = file.activation_checkpointing;
     let partitions = "activation_checkpointing.partition_activations";
 
@@ -96,6 +98,7 @@ pub(crate) fn of_file(file: &DsConfig, zero: Option<&ZeroOptimization>) -> Train
             tensor_parallel: ranks(file.tensor_ranks),
             ..MeshArgs::default()
         },
+        muon: muon.map(MuonArgs::of_file).unwrap_or_default(),
         quantise: zero.map(QuantiseArgs::of_file).unwrap_or_default(),
         unflagged: Unflagged {
             decoupled: optimizer.map(|optimizer| optimizer.hyper.decoupled),
@@ -158,6 +161,7 @@ pub(crate) fn of_run(run: &RunRecord) -> TrainArgs {
         keep_last: run.saving.keep_last,
         check_replicas: run.saving.check_replicas,
         mesh: run.mesh,
+        muon: run.muon,
         quantise: run.quantise,
         unflagged: Unflagged {
             decoupled: Some(hyper.decoupled),
@@ -355,6 +359,11 @@ mod tests {
         --hpz 2                          => mesh.hpz = 2
         --ulysses 2                      => mesh.ulysses = 2
         --tensor-parallel 2              => mesh.tensor_parallel = 2
+        --optimizer muon                 => muon.optimizer = \"muon\"
+        --muon-lr 0.5                    => muon.muon_lr = 0.5
+        --muon-momentum 0.5              => muon.muon_momentum = 0.5
+        --muon-adjust match_rms_adamw    => muon.muon_adjust = \"match_rms_adamw\"
+        --ns-steps 3                     => muon.ns_steps = 3
         --quantize-params int8           => quantise.quantize_params = \"int8\"
         --quantize-grads int8,int4       => quantise.quantize_grads = \"int8,int4\"
         --quantize-frozen nf4            => quantise.quantize_frozen = \"nf4\"

@@ -9,6 +9,7 @@ use super::row::Row;
 const ROWS: &[&[Row]] = &[
     RUN,
     MESH,
+    MUON,
     QUANTISE,
     BATCH,
     ACTIVATIONS,
@@ -40,6 +41,14 @@ const MESH: &[Row] = &[
     Row::new("mesh.tensor_parallel", "--tensor-parallel").key("tensor_parallel.autotp_size"),
     // Ranks agree on the route by themselves, since launchers may report other machines to each.
     Row::new("mesh.two_level", "--collectives").not_compared(),
+];
+
+const MUON: &[Row] = &[
+    Row::new("muon.optimizer", "--optimizer").key("optimizer.type"),
+    Row::new("muon.muon_lr", "--muon-lr").key("optimizer.params.muon_lr"),
+    Row::new("muon.muon_momentum", "--muon-momentum").key("optimizer.params.momentum"),
+    Row::new("muon.muon_adjust", "--muon-adjust"),
+    Row::new("muon.ns_steps", "--ns-steps").key("optimizer.params.ns_steps"),
 ];
 
 const QUANTISE: &[Row] = &[

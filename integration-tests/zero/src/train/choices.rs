@@ -11,6 +11,7 @@ use zero_data::{
 };
 use zero_models::ModelConfig;
 use zero_models::hf::HfFolder;
+use zero_models::hf::adapters::Adapters;
 use zero_models::hf::tokenizer_files::tokenizer_of_kept;
 use zero_shard::{Layout, LayoutOptions, ParamSpec, UnitSpec};
 use zero_trainer::SHARD_ALIGN_ELEMS;
@@ -36,6 +37,10 @@ pub(crate) struct ChosenModel {
     pub(crate) config: ModelConfig,
     /// The folder of the initial weights, if they are not drawn.
     pub(crate) folder: Option<HfFolder>,
+    /// The initial adapters, if they are not drawn.
+    pub(crate) adapters: Option<Adapters>,
+    /// The checksum of the folder's weights, if they are frozen.
+    base_checksum: Option<String>,
     pub(crate) layout: Layout,
 }
 
@@ -53,8 +58,12 @@ impl ChosenModel {
         notices: &mut Vec<String>,
     ) -> Result<Self, CliError> {
         let recorded = resumed.and_then(Resumed::model);
+        let lora = resumed.and_then(Resumed::lora);
         let (name, config, folder) = match (&args.model, recorded) {
-            (None, Some((name, config))) => (name, config, None),
+            (None, Some((name, config))) => {
+                let base = resumed.and_then(Resumed::base_folder).transpose()?;
+                (name, config, base)
+            }
             (model, _) => {
                 let name = model.as_deref().unwrap_or(DEFAULT_MODEL);
                 let (config, folder) = find_model(name, notices)?;
@@ -66,10 +75,34 @@ impl ChosenModel {
             (None, Some((_, recorded))) => config.with_dropout_of(&recorded),
             (None, None) => config,
         };
+        let (config, adapters) = match (&args.lora, lora) {
+            (Some(_), lora) if resumed.is_some() => {
+                let has = if lora.is_some() { "its" } else { "no" };
+                return Err(usage!(
+                    "--lora with --resume: the run has {has} adapters, which a resumed run keeps; remove --lora"
+                ));
+            }
+            (Some(choice), _) => choice.on(&config)?,
+            (None, lora) => {
+                let adapted = config.with_lora(lora);
+                let adapted = adapted.map_err(|error| {
+                    usage!("--model {name}: the checkpoint has adapters of another model ({error}); remove --model")
+                })?;
+                (adapted, None)
+            }
+        };
+        let base_checksum = match (&folder, config.lora()) {
+            (Some(folder), Some(_)) => {
+                let checksum = folder.checksum(0, 1).map_err(CliError::usage)?;
+                Some(format!("{checksum:016x}"))
+            }
+            _ => None,
+        };
         let layout = Layout::new(&config.units(), ranks as u64, SHARD_ALIGN_ELEMS)
             .map_err(CliError::usage)?;
         if let Some(resumed) = resumed {
             resumed.check_model(&name, &config, &layout)?;
+            resumed.check_base(&name, base_checksum.as_deref())?;
         }
         let layout = match tensor_ranks {
             1 => layout,
@@ -79,6 +112,8 @@ impl ChosenModel {
             name,
             config,
             folder,
+            adapters,
+            base_checksum,
             layout,
         })
     }
@@ -106,6 +141,7 @@ impl ChosenModel {
             largest_unit: units.map(|unit| unit.padded_elems).max().unwrap_or(0),
             on_gpus: run.on_gpus,
             hidden: self.config.hidden() as u64,
+            adapters: self.config.lora().map(|_| self.config.adapter_units()),
         }
     }
 
@@ -119,9 +155,9 @@ impl ChosenModel {
             self.name.clone()
         };
         let weights = match (recorded, &self.folder) {
-            (Some(recorded), _) => recorded.model.weights.clone(),
-            (None, Some(folder)) => absolute(folder.path()),
-            (None, None) => format!("seed {seed}"),
+            (Some(recorded), _) if self.base_checksum.is_none() => recorded.model.weights.clone(),
+            (_, Some(folder)) => absolute(folder.path()),
+            (_, None) => format!("seed {seed}"),
         };
         ModelRecord {
             name,
@@ -129,6 +165,7 @@ impl ChosenModel {
             config: serde_json::from_str(&self.config.to_hf_json("float32")).unwrap_or_default(),
             parameters: self.config.parameter_count(),
             weights,
+            base_checksum: self.base_checksum.clone(),
         }
     }
 }

@@ -8,7 +8,7 @@ use zero_optim::Masters;
 use super::setup::RunSetup;
 use crate::output::counted;
 use crate::settings::outputs::Output;
-use crate::settings::{optimizer, validation};
+use crate::settings::{muon, optimizer, validation};
 
 /// The settings of the run.
 pub(crate) fn text(setup: &RunSetup) -> String {
@@ -154,6 +154,14 @@ fn optimizer(lines: &mut Lines, setup: &RunSetup) {
     let record = &setup.record;
     let rules = &record.optimizer;
     lines.add("optimizer", &optimizer::describe(rules));
+    if let Ok(groups) = setup.settings.resolve_groups(&setup.layout)
+        && groups.has_matrices()
+    {
+        let [adamw, muon] = groups.tensors_by_rule(&setup.layout);
+        lines.add("by Muon", &muon::describe(&setup.settings.muon));
+        lines.add("its tensors", &muon.join(", "));
+        lines.add("by AdamW", &adamw.join(", "));
+    }
     if !record.param_groups.is_default() {
         lines.add("parameter groups", &record.param_groups.to_string());
     }

@@ -26,6 +26,7 @@ use crate::settings::batch;
 use crate::settings::collectives::{self, Route};
 use crate::settings::epochs::{self, Course};
 use crate::settings::mesh::{Shares, check_tensor_flags};
+use crate::settings::muon::MuonArgs;
 use crate::settings::offload::resolve_folders;
 use crate::settings::quantise::QuantiseArgs;
 use crate::settings::record::{
@@ -194,6 +195,7 @@ impl<'a> RunParts<'a> {
             },
             communication: CommunicationRecord::of(&self.settings),
             mesh: MeshArgs::of(&self.settings.mesh),
+            muon: MuonArgs::of(&self.settings),
             quantise: QuantiseArgs::of(&self.settings),
             offload: self.settings.offload.clone(),
             device: args.device,

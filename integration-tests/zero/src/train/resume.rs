@@ -35,7 +35,8 @@ use crate::settings::outputs::Output;
 use crate::settings::record::{PROGRAM, RUN_JSON, RunRecord, new_run_id};
 use crate::settings::sources::Saved;
 use zero_models::ModelConfig;
-use zero_models::hf::kept_files;
+use zero_models::hf::{HfFolder, kept_files};
+use zero_models::lora::LoraConfig;
 use zero_trainer::{Home, OffloadSettings, TrainerState};
 
 /// The environment variable in which the launcher passes the checkpoint to its ranks, as JSON.
@@ -201,6 +202,51 @@ impl Resumed {
             |r| r.model.name.clone(),
         );
         Some((name, self.config.clone()?))
+    }
+
+    /// The adapters of the run, if it trains some.
+    pub(crate) fn lora(&self) -> Option<LoraConfig> {
+        self.config.as_ref()?.lora().cloned()
+    }
+
+    /// The folder of the frozen weights, which the checkpoint does not have; `None` if it has all
+    /// weights, or if they are drawn.
+    pub(crate) fn base_folder(&self) -> Option<Result<HfFolder, CliError>> {
+        self.lora()?;
+        let model = &self.record.as_ref()?.model;
+        model.base_checksum.as_ref()?;
+        let opened = HfFolder::open(Path::new(&model.weights));
+        Some(opened.map_err(|error| {
+            let path = self.path().display();
+            usage!("{path} has adapters of a base that cannot be opened ({error}): pass its folder with --model")
+        }))
+    }
+
+    /// The seed of the frozen weights, if they are drawn.
+    pub(crate) fn base_seed(&self) -> Option<u64> {
+        self.lora()?;
+        let weights = &self.record.as_ref()?.model.weights;
+        weights.strip_prefix("seed ")?.parse().ok()
+    }
+
+    /// Checks that the frozen weights are those of the checkpoint's run.
+    pub(crate) fn check_base(&self, name: &str, checksum: Option<&str>) -> Result<(), CliError> {
+        let recorded = self.record.as_ref().map(|record| &record.model);
+        let was = recorded.and_then(|model| model.base_checksum.as_deref());
+        if self.lora().is_none() || was == checksum {
+            return Ok(());
+        }
+        let of = |checksum: Option<&str>| match checksum {
+            Some(checksum) => format!("checksum {checksum}"),
+            None => "drawn weights".to_owned(),
+        };
+        Err(usage!(
+            "--model {name}: the adapters of {} were trained on another base ({}; this one has {}): pass the folder {}",
+            self.path().display(),
+            of(was),
+            of(checksum),
+            recorded.map_or("of that base", |model| &model.weights),
+        ))
     }
 
     /// The id of the run that resumes and saves to `dir`, and the ids of the runs that it resumes.
@@ -449,7 +495,10 @@ impl Resumed {
         }
 
         if differences.is_empty() {
-            let whole = ModelSpec::from(layout);
+            let mut whole = ModelSpec::from(layout);
+            if config.lora().is_some() {
+                whole.units.truncate(config.adapter_units());
+            }
             differences.extend(self.reader.model().difference(&whole));
         }
 

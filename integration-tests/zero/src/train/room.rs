@@ -47,8 +47,12 @@ impl Saves {
             u64::from(!options.saves_in_place())
         };
 
+        let elems = match model.lora() {
+            Some(_) => model.adapter_elems(),
+            None => model.parameter_count(),
+        };
         Self {
-            checkpoint_bytes: model.parameter_count().saturating_mul(state_bytes),
+            checkpoint_bytes: elems.saturating_mul(state_bytes),
             count,
             at_once: options
                 .keep_last

@@ -158,8 +158,12 @@ impl RunSetup {
             config: parts.model.config,
             weights: match parts.model.folder {
                 Some(folder) => Weights::Folder(Box::new(folder)),
-                None => Weights::Initial(seed),
+                None => {
+                    Weights::Initial(parts.resumed.and_then(Resumed::base_seed).unwrap_or(seed))
+                }
             },
+            adapters: parts.model.adapters,
+            adapter_seed: seed,
             data: parts.data.training,
             threads: host_threads(args, run.ranks),
         };
@@ -249,7 +253,7 @@ impl RunSetup {
     fn check_outputs(&mut self) -> Result<(), CliError> {
         if let Some((dir, _)) = &self.options.checkpoint {
             save_folder::check(dir, &self.options.store())?;
-            let states = self.settings.optimizer_state().kinds().count();
+            let states = self.settings.state_kinds(self.settings.names_muon()).len();
             let model = &self.workload.config;
             let saves = Saves::of(&self.options, self.first_step, model, states);
             self.notices.extend(room::check(dir, &saves)?);

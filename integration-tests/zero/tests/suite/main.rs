@@ -12,6 +12,7 @@ mod generate;
 #[cfg(target_os = "linux")]
 mod kept;
 mod launcher;
+mod lora;
 #[cfg(target_os = "linux")]
 mod memory;
 mod monitors;

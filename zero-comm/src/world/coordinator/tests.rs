@@ -176,6 +176,46 @@ fn differing_calls_name_both_ranks() {
     }
 }
 
+/// Ranks that are not the first, in all orders of reports; one may be in the next call.
+#[test]
+fn unmatched_pairs_name_both_ranks() {
+    let error = CommError::Unmatched {
+        sequence: 0,
+        rank: 1,
+        sent: 5,
+        other_rank: 2,
+        received: 4,
+    };
+    let pairs = [
+        [[1, 1], [2, 3], [0, 0]],
+        [[3, 2], [0, 0], [5, 7]],
+        [[0, 0], [7, 4], [2, 2]],
+    ];
+    let make = |rank: usize| {
+        let call = Call {
+            collective: Collective::AllToAll,
+            segments: Counts::Pairs(pairs[rank].into()),
+            ..broadcast(0)
+        };
+        Make(rank, call)
+    };
+    for order in [[0, 1, 2], [0, 2, 1]] {
+        check(&order.map(make), error.clone());
+    }
+    check(&[make(2), make(1)], error.clone());
+    check(&[make(2), Advance(2, 1, 1), make(1)], error.clone());
+    check(
+        &[
+            make(0),
+            make(2),
+            Broadcasts(2, &[8]),
+            Advance(2, 1, 1),
+            make(1),
+        ],
+        error,
+    );
+}
+
 /// A difference within the latest calls of two reports is found exactly, an earlier one by its hash.
 #[test]
 fn earlier_differences_are_found() {

@@ -39,14 +39,3 @@ __device__ __forceinline__ void adam_element(AdamScalars s, AdamConstants c, flo
 __device__ __forceinline__ float adam_keep(AdamScalars s, AdamConstants c) {
     return __fsub_rn(1.0f, __fmul_rn(s.lr, c.weight_decay));
 }
-
-// The weight of a parameter and its signed remainder, and back: `join` and `split` of src/codec.rs.
-__device__ __forceinline__ float join(bf16 param, u16 remainder) {
-    return __uint_as_float(((u32)param.bits << 16) + (u32)(int)(short)remainder);
-}
-__device__ __forceinline__ void split(float w, bf16 &param, u16 &remainder) {
-    u32 bits = __float_as_uint(w);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) bits = 0x7fc00000u;
-    param.bits = (u16)((bits + 0x8000u) >> 16);
-    remainder = (u16)bits;
-}

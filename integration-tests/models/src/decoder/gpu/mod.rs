@@ -111,7 +111,7 @@ impl GpuDecoder {
         let tensor_rank = TensorRank::new(options, ranks)?;
         let units = tensor_rank.units(config)?;
         let ranges = ParamRanges::new(config, &units, options)?;
-        let passes = passes(config.layers, config.tied_head);
+        let passes = passes(config);
         let config = config.cut(tensor_rank.ranks);
         let device = pool.device();
         let dropout = config.drops();

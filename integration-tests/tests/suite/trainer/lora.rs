@@ -1,0 +1,342 @@
+//! Adapters on a frozen model: PEFT's numbers, and the same bits, bytes and resumes as whole models
+//! have.
+
+use integration_tests::{GPT2, LLAMA, Oracle, QWEN2, relative_error};
+use serde_json::Value;
+use zero_alloc::device::DType;
+use zero_kernels::AdamHyper;
+use zero_models::hf::adapters::Adapters;
+use zero_models::lora::LoraConfig;
+use zero_optim::OptimizerConfig;
+use zero_shard::{BlockFormat, Sharding};
+use zero_trainer::Home;
+
+use super::identical::all_same;
+use super::resume::{continued, same_without_a_stop};
+use super::support::{Case, groups_of, homes, shared};
+
+fn lora(targets: &[&str], dropout: f32) -> LoraConfig {
+    LoraConfig {
+        r: 3,
+        alpha: 12.0,
+        dropout,
+        rslora: false,
+        targets: targets.iter().map(|target| (*target).to_owned()).collect(),
+    }
+}
+
+/// Adapters of some or all modules of a block.
+fn cases() -> [(Oracle, LoraConfig); 4] {
+    let all = [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ];
+    [
+        (GPT2, lora(&["c_attn"], 0.0)),
+        (GPT2, lora(&["c_attn", "c_proj", "c_fc"], 0.1)),
+        (LLAMA, lora(&["q_proj", "v_proj"], 0.0)),
+        (QWEN2, lora(&all, 0.1)),
+    ]
+}
+
+fn json(oracle: Oracle, name: &str) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(oracle.data(name)).unwrap()).unwrap()
+}
+
+/// 30 steps from PEFT's initial adapters.
+fn matches_peft(oracle: Oracle, ranks: usize, stage: u64) {
+    let expected = json(oracle, "lora.json");
+    let clip = json(oracle, "expected.json")["config"]["clip"]
+        .as_f64()
+        .unwrap();
+    let hyper = AdamHyper {
+        weight_decay: expected["weight_decay"].as_f64().unwrap(),
+        ..AdamHyper::default()
+    };
+    let optimizer = OptimizerConfig::default()
+        .hyper(hyper)
+        .lr(expected["lr"].as_f64().unwrap())
+        .max_grad_norm(clip);
+    let base = Case {
+        oracle,
+        ranks,
+        stage,
+        micro_batch: oracle.batch / ranks,
+        grad_accum: oracle.grad_accum,
+        steps: 30,
+        optimizer,
+        ..Case::default()
+    };
+    let model = base.tiny().config;
+    let open = |name: &str| Adapters::open(&oracle.data(name), &model).unwrap();
+    let adapters = open("lora");
+    let case = base.with(|case| case.lora = adapters.config().lora().cloned());
+    let mut workload = case.tiny();
+    workload.adapters = Some(adapters);
+
+    let outcome = case.run(&workload);
+    let steps = expected["steps"].as_array().unwrap();
+    assert_eq!(outcome.steps.len(), steps.len());
+    for (got, want) in outcome.steps.iter().zip(steps) {
+        let of = |key: &str| want[key].as_f64().unwrap();
+        let [loss, norm] = [
+            got.loss - of("loss"),
+            got.grad_norm.unwrap() - of("grad_norm"),
+        ];
+        let what = format!("{case:?}, step {}", got.step);
+        assert!(loss.abs() < 2e-5, "{what}: loss differs by {loss:e}");
+        assert!(norm.abs() < 2e-5, "{what}: norm differs by {norm:e}");
+    }
+
+    let last = open("lora-last");
+    let state = outcome.state();
+    assert_eq!(
+        state.keys().filter(|name| !name.contains(".lora_")).count(),
+        0
+    );
+    for param in outcome.layout.units().iter().flat_map(|unit| &unit.params) {
+        let Some(bits) = state.get(&format!("master/{}", param.name)) else {
+            assert!(!param.name.contains(".lora_"), "{}", param.name);
+            continue;
+        };
+        let got: Vec<f32> = bits.iter().map(|bits| f32::from_bits(*bits)).collect();
+        let mut want = vec![0.0; got.len()];
+        last.read(&param.name, 0..got.len() as u64, &mut want)
+            .unwrap();
+        let error = relative_error(&got, &want);
+        assert!(
+            error < 1e-4,
+            "{case:?}: {} differs by {error:e}",
+            param.name
+        );
+    }
+}
+
+#[test]
+fn losses_and_adapters_are_pefts() {
+    for (oracle, ranks) in [(LLAMA, [1, 2, 4]), (QWEN2, [1, 2, 3])] {
+        for ranks in ranks {
+            for stage in 0..4 {
+                matches_peft(oracle, ranks, stage);
+            }
+        }
+    }
+}
+
+#[test]
+fn stages_agree_to_the_bit() {
+    let types = [
+        (DType::F32, 2),
+        (DType::Bf16, 3),
+        (DType::F16, 1),
+        (DType::Bf16, 2),
+    ];
+    for ((oracle, lora), (dtype, ranks)) in cases().into_iter().zip(types) {
+        let base = Case {
+            oracle,
+            dtype,
+            ranks,
+            grad_accum: 2,
+            reduce_every_micro_batch: true,
+            stage: 0,
+            lora: Some(lora),
+            ..Case::default()
+        };
+        let at = |stage| base.with(|case| case.stage = stage);
+        let outcome = all_same((0..4).flat_map(|stage| {
+            let at_stage = at(stage);
+            let checkpoints = at_stage.with(|case| case.activation_checkpointing = true);
+            let alone = at_stage.with(|case| case.overlap = false);
+            let buckets = at_stage.with(|case| case.bucket_elems = 100);
+            [at_stage, checkpoints, alone, buckets]
+        }));
+        assert!(
+            outcome.steps.iter().any(|step| !step.skipped),
+            "nothing was trained"
+        );
+        // Both matrices are trained.
+        let state = outcome.state();
+        for (name, bits) in &state {
+            assert!(bits.iter().any(|bits| *bits != 0), "{oracle:?}: {name}");
+        }
+        let local = base.with(|case| case.reduce_every_micro_batch = false);
+        all_same([local.clone(), Case { stage: 1, ..local }]);
+    }
+}
+
+/// With a base in blocks, in groups of ranks and with state on the host.
+#[test]
+fn other_places_have_the_same_bits() {
+    for format in [BlockFormat::Nf4, BlockFormat::Int8] {
+        let base = Case {
+            oracle: LLAMA,
+            quantised_frozen: Some(format),
+            lora: Some(lora(&["q_proj", "down_proj"], 0.1)),
+            stage: 0,
+            ..Case::default()
+        };
+        let at = |stage| base.with(|case| case.stage = stage);
+        all_same((0..4).map(at));
+        same_without_a_stop(&at(3));
+    }
+    let base = Case {
+        lora: Some(lora(&["c_attn", "c_fc"], 0.0)),
+        ..Case::default()
+    };
+    let offloaded = base.with(|case| case.offload = homes(Home::Host, Home::Host));
+    let optimizer = base.with(|case| case.offload = homes(Home::Host, Home::Device));
+    all_same([base.clone(), offloaded, optimizer]);
+    let four = base.with(|case| case.ranks = 4);
+    for sharding in [Sharding::Hybrid, Sharding::Replicated, Sharding::Secondary] {
+        let grouped = four.with(|case| case.mesh = groups_of(2, sharding));
+        let error = (grouped.run_tiny().steps[3].loss - four.run_tiny().steps[3].loss).abs();
+        assert!(error < 1e-6, "{sharding:?}: {error:e}");
+    }
+}
+
+/// Dropout of adapters, too: masks are those of the tokens.
+#[test]
+fn ranks_of_a_sequence_drop_the_same() {
+    for (oracle, lora) in cases() {
+        let one = Case {
+            oracle,
+            ranks: 1,
+            steps: 3,
+            lora: Some(lora),
+            ..Case::default()
+        };
+        let two = one.with(|case| {
+            case.ranks = 2;
+            case.mesh = shared(2);
+        });
+        for (one, two) in one.run_tiny().steps.iter().zip(two.run_tiny().steps) {
+            let error = (one.loss - two.loss).abs() / one.loss;
+            assert!(error < 1e-6, "{oracle:?}, step {}: {error:e}", one.step);
+        }
+    }
+}
+
+#[test]
+fn resumes_have_the_same_bits() {
+    for ((oracle, lora), stage) in cases().into_iter().zip(0..4) {
+        for dtype in [DType::F32, DType::Bf16] {
+            same_without_a_stop(&Case {
+                oracle,
+                stage,
+                dtype,
+                grad_accum: 2,
+                steps: 5,
+                lora: Some(lora.clone()),
+                ..Case::default()
+            });
+        }
+    }
+}
+
+#[test]
+fn resumes_at_other_ranks_and_stages() {
+    for (oracle, lora) in cases() {
+        let at = |(ranks, stage)| Case {
+            oracle,
+            ranks,
+            stage,
+            micro_batch: 12 / ranks,
+            lora: Some(lora.clone()),
+            ..Case::default()
+        };
+        let cases = [(4, 3), (2, 1), (3, 2), (1, 0)].map(at);
+        continued(&cases, Some(&cases[0]));
+    }
+}
+
+/// A frozen base has no gradient, no optimizer state, no bytes in a checkpoint, and of the traffic
+/// only its gathers.
+#[test]
+fn base_costs_its_parameters_alone() {
+    for (oracle, lora) in cases() {
+        for stage in 0..4 {
+            let case = Case {
+                oracle,
+                stage,
+                lora: Some(lora.clone()),
+                ..Case::default()
+            };
+            let workload = case.tiny();
+            let outcome = case.run(&workload);
+            let settings = &outcome.settings;
+            let groups = settings.resolve_groups(&outcome.layout).unwrap();
+            let widths = settings.widths();
+            let held = groups
+                .state_bytes(&outcome.layout, settings.stage, &widths)
+                .unwrap();
+            let last = outcome.steps.last().unwrap();
+            let memory = &last.memory;
+            let measured = [
+                memory.params_bytes,
+                memory.grads_bytes,
+                memory.optimizer_bytes,
+            ];
+            let formula = [held.params_bytes, held.grads_bytes, held.optimizer_bytes];
+            assert_eq!(measured, formula, "{case:?}");
+            let padded = outcome.layout.units()[..settings.adapters.unwrap()].iter();
+            let padded: u64 = padded.map(|unit| unit.padded_elems).sum();
+            let all = if stage < 2 { padded } else { padded / 2 };
+            assert_eq!(memory.grads_bytes, 4 * all, "{case:?}");
+            let planned = workload.config.activations_bytes(&workload.options);
+            assert_eq!(memory.activations_bytes, planned, "{case:?}");
+
+            let layouts = settings.mesh.layouts(&outcome.layout).unwrap();
+            let formula = settings.axis_traffic(&layouts).unwrap().rank().unwrap();
+            let sent = last.comm_bytes;
+            assert_eq!(
+                sent.reduce_scatter, formula.reduce_scatter_bytes,
+                "{case:?}"
+            );
+            assert_eq!(sent.all_reduce, formula.all_reduce_bytes, "{case:?}");
+            // The embedding is gathered for forward alone.
+            let embedding = match stage {
+                3 => outcome.layout.units()[settings.adapters.unwrap()].shard_elems * 4,
+                _ => 0,
+            };
+            let is_tied = workload.config.tied_head();
+            let once = if is_tied { 0 } else { embedding };
+            let slack = formula.all_gather_bytes - sent.all_gather;
+            assert!(
+                slack >= once && slack <= formula.all_gather_bytes / 2,
+                "{case:?}: {slack}"
+            );
+
+            let files = walk(outcome.dir.path());
+            let elems = workload.config.adapter_elems();
+            assert!(files < 12 * elems + 200_000, "{case:?}: {files} bytes");
+        }
+    }
+}
+
+/// Bytes of all files below a folder.
+fn walk(dir: &std::path::Path) -> u64 {
+    let entries = std::fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let bytes = entries.map(|path| match path.is_dir() {
+        true => walk(&path),
+        false => path.metadata().unwrap().len(),
+    });
+    bytes.sum()
+}
+
+#[test]
+fn tensor_parallelism_is_refused() {
+    let case = Case {
+        mesh: super::support::parts(2),
+        lora: Some(lora(&["c_attn"], 0.0)),
+        ..Case::default()
+    };
+    let text = case.refusal();
+    assert!(text.contains("--tensor-parallel"), "{text}");
+}

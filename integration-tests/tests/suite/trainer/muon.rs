@@ -1,0 +1,284 @@
+//! Muon: PyTorch's numbers, and the same bits at all stages, homes and after a resume. Each of four
+//! faults that other implementations had under sharding would fail a test here: matrices that are
+//! left to AdamW at stage 3, an update of each micro-batch, padding in a matrix, and no offload.
+
+use integration_tests::{GPT2, LLAMA, Oracle, QWEN2};
+use serde_json::Value;
+use zero_alloc::device::DType;
+use zero_kernels::{AdamHyper, MatrixScale, Muon};
+use zero_models::matrices_of;
+use zero_optim::{Masters, Matrix, Moments, OptimizerConfig, StateFormat};
+use zero_shard::{Sharding, Updaters};
+use zero_trainer::Home;
+use zero_trainer::param_groups::{GroupRule, ParamGroup, ParamKind};
+
+use super::identical::all_same;
+use super::resume::{continued, same_without_a_stop};
+use super::support::{Case, groups_of, home_at, homes, parts};
+
+const ORACLES: [Oracle; 3] = [GPT2, LLAMA, QWEN2];
+
+fn muon_case(oracle: Oracle) -> Case {
+    Case {
+        oracle,
+        muon: Some((Muon::default(), 0.02)),
+        ..Case::default()
+    }
+}
+
+fn json(oracle: Oracle, name: &str) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(oracle.data(name)).unwrap()).unwrap()
+}
+
+/// 30 steps of the rule of `torch.optim.Muon` with products in fp32, and AdamW for the rest.
+fn matches_pytorch(oracle: Oracle, adjust: MatrixScale, name: &str, ranks: usize, stage: u64) {
+    let expected = json(oracle, "muon.json");
+    let config = &json(oracle, "expected.json")["config"];
+    let weight_decay = expected["weight_decay"].as_f64().unwrap();
+    let hyper = AdamHyper {
+        weight_decay,
+        ..AdamHyper::default()
+    };
+    let rule = Muon {
+        weight_decay,
+        adjust,
+        ..Muon::default()
+    };
+    let run = &expected["runs"][name];
+    let case = Case {
+        ranks,
+        stage,
+        micro_batch: oracle.batch / ranks,
+        grad_accum: oracle.grad_accum,
+        steps: 30,
+        optimizer: OptimizerConfig::default()
+            .hyper(hyper)
+            .lr(expected["adamw_lr"].as_f64().unwrap())
+            .max_grad_norm(config["clip"].as_f64().unwrap()),
+        muon: Some((rule, run["muon_lr"].as_f64().unwrap())),
+        ..muon_case(oracle)
+    };
+    let steps = run["steps"].as_array().unwrap();
+    let outcome = case.run_tiny();
+    assert_eq!(outcome.steps.len(), steps.len());
+    for (got, want) in outcome.steps.iter().zip(steps) {
+        let of = |key: &str| want[key].as_f64().unwrap();
+        let loss = got.loss - of("loss");
+        let norm = got.grad_norm.unwrap() / of("grad_norm") - 1.0;
+        let what = format!("{case:?}, step {}", got.step);
+        assert!(loss.abs() < 5e-6, "{what}: loss differs by {loss:e}");
+        assert!(norm.abs() < 1e-4, "{what}: norm differs by {norm:e}");
+    }
+}
+
+#[test]
+fn losses_are_pytorchs() {
+    let runs = [
+        (MatrixScale::Original, "original"),
+        (MatrixScale::MatchRmsAdamw, "match_rms_adamw"),
+    ];
+    for (oracle, ranks) in [(LLAMA, [1, 2, 4]), (QWEN2, [1, 2, 3])] {
+        for ((stage, ranks), (adjust, name)) in [(0, 1), (3, 1), (2, 2)]
+            .map(|(stage, nth)| (stage, ranks[nth]))
+            .into_iter()
+            .flat_map(|place| runs.map(|run| (place, run)))
+        {
+            matches_pytorch(oracle, adjust, name, ranks, stage);
+        }
+    }
+}
+
+#[test]
+fn stages_and_homes_agree_to_the_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let types = [(DType::F32, 2), (DType::Bf16, 3), (DType::F16, 4)];
+    for (oracle, (dtype, ranks)) in ORACLES.into_iter().zip(types) {
+        let base = Case {
+            dtype,
+            ranks,
+            grad_accum: 2,
+            reduce_every_micro_batch: true,
+            ..muon_case(oracle)
+        };
+        let nvme = Home::Nvme(dir.path().to_owned());
+        let outcome = all_same((0..4).flat_map(|stage| {
+            let at_stage = base.with(|case| case.stage = stage);
+            let alone = at_stage.with(|case| case.overlap = false);
+            let places = [Home::Host, nvme.clone()].map(|home| {
+                let offload = homes(home, Home::Device);
+                at_stage.with(|case| case.offload = offload)
+            });
+            [at_stage, alone].into_iter().chain(places)
+        }));
+
+        // Every matrix has a momentum, and no moments; all else the reverse.
+        for (name, bits) in outcome.state() {
+            let (kind, param) = name.split_once('/').unwrap();
+            let shape = outcome
+                .layout
+                .params()
+                .find(|(_, placed)| placed.name == param);
+            let shape = &shape.unwrap().1.shape;
+            let is_matrix = !matrices_of(param, shape).is_empty();
+            let is_used = match kind {
+                "master" => true,
+                "momentum" => is_matrix,
+                _ => !is_matrix,
+            };
+            assert_eq!(
+                bits.iter().any(|bits| *bits != 0),
+                is_used,
+                "{oracle:?}: {name}"
+            );
+        }
+    }
+
+    let few = |masters, moments| {
+        let mut offload = home_at(3, &Home::Host);
+        offload.format = StateFormat::default().masters(masters).moments(moments);
+        offload
+    };
+    let base = muon_case(LLAMA).with(|case| case.dtype = DType::Bf16);
+    for moments in [Moments::EightBit, Moments::FourBit] {
+        let offload = few(Masters::Remainder, moments);
+        let on_host = base.with(|case| case.offload = offload.clone());
+        let on_device = base.with(|case| case.offload.format = offload.format);
+        all_same([
+            on_host,
+            on_device.clone(),
+            on_device.with(|case| case.stage = 1),
+        ]);
+    }
+}
+
+/// Micro-batches are summed before the one update of a step.
+#[test]
+fn micro_batches_are_one_update() {
+    for oracle in ORACLES {
+        let one = muon_case(oracle).with(|case| {
+            case.ranks = 1;
+            case.micro_batch = 2;
+        });
+        let two = one.with(|case| {
+            case.micro_batch = 1;
+            case.grad_accum = 2;
+        });
+        for (one, two) in one.run_tiny().steps.iter().zip(two.run_tiny().steps) {
+            let error = (one.loss - two.loss).abs();
+            assert!(error < 2e-6, "{oracle:?}, step {}: {error:e}", one.step);
+        }
+    }
+}
+
+#[test]
+fn resumes() {
+    for (oracle, stage) in ORACLES.into_iter().zip([3, 1, 0]) {
+        for dtype in [DType::F32, DType::Bf16] {
+            same_without_a_stop(&Case {
+                stage,
+                dtype,
+                grad_accum: 2,
+                steps: 5,
+                ..muon_case(oracle)
+            });
+        }
+        let at = |(ranks, stage)| Case {
+            ranks,
+            stage,
+            micro_batch: 12 / ranks,
+            ..muon_case(oracle)
+        };
+        let cases = [(4, 3), (2, 1), (3, 2), (1, 0)].map(at);
+        continued(&cases, Some(&cases[0]));
+    }
+}
+
+#[test]
+fn groups_of_ranks_are_as_near_as_adamws() {
+    let four = muon_case(GPT2).with(|case| case.ranks = 4);
+    for sharding in [Sharding::Hybrid, Sharding::Replicated, Sharding::Secondary] {
+        let grouped = four.with(|case| case.mesh = groups_of(2, sharding));
+        for (ours, flat) in grouped.run_tiny().steps.iter().zip(four.run_tiny().steps) {
+            let error = (ours.loss - flat.loss).abs();
+            assert!(error < 2e-6, "{sharding:?}, step {}: {error:e}", ours.step);
+        }
+    }
+}
+
+/// Bytes of the state and of the exchanges are those of the formulas.
+#[test]
+fn memory_and_traffic_are_the_formulas() {
+    for oracle in ORACLES {
+        for stage in 0..4 {
+            let case = Case {
+                ranks: 3,
+                stage,
+                ..muon_case(oracle)
+            };
+            let outcome = case.run_tiny();
+            let settings = &outcome.settings;
+            let layout = &outcome.layout;
+            let groups = settings.resolve_groups(layout).unwrap();
+            let held = groups.state_bytes(layout, settings.stage, &settings.widths());
+            let last = outcome.steps.last().unwrap();
+            let formula = held.unwrap().optimizer_bytes;
+            assert_eq!(last.memory.optimizer_bytes, formula, "{case:?}");
+
+            let cost = |id: zero_shard::ParamId| {
+                let param = &layout.units()[id.unit].params[id.param];
+                let matrices = matrices_of(&param.name, &param.shape);
+                let cost = |m: &Matrix| (m.rows * m.cols * m.rows.min(m.cols)) as u64;
+                (!matrices.is_empty()).then(|| matrices.iter().map(cost).sum())
+            };
+            let whole = Updaters::new(layout, stage == 0, false, cost);
+            assert_eq!(
+                last.comm_bytes.all_to_all,
+                4 * whole.sent_elems(0),
+                "{case:?}"
+            );
+            assert!(last.comm_bytes.all_to_all > 0);
+        }
+    }
+}
+
+#[test]
+fn groups_choose_the_rule() {
+    let group = |kinds: &[ParamKind], rule| ParamGroup {
+        kinds: kinds.to_vec(),
+        optimizer: Some(rule),
+        ..ParamGroup::default()
+    };
+    let all_adam = muon_case(LLAMA).with(|case| {
+        case.groups.groups = vec![group(&[ParamKind::Linear], GroupRule::Adam)];
+    });
+    let adam = Case {
+        muon: None,
+        ..all_adam.clone()
+    };
+    let losses = |case: &Case| {
+        case.run_tiny()
+            .steps
+            .iter()
+            .map(|s| s.loss)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(losses(&all_adam), losses(&adam));
+
+    let on_embedding = Case {
+        muon: None,
+        ..muon_case(LLAMA)
+    };
+    let on_embedding = on_embedding.with(|case| {
+        case.groups.groups = vec![group(&[ParamKind::Embedding], GroupRule::Muon)];
+    });
+    let text = on_embedding.refusal();
+    let expected = "Muon is for matrices of linear layers in blocks, and model.embed_tokens.weight";
+    assert!(text.contains(expected), "{text}");
+}
+
+#[test]
+fn tensor_parallelism_is_refused() {
+    let text = muon_case(LLAMA).with(|case| case.mesh = parts(2)).refusal();
+    let expected = "Muon sees whole matrices, and tensor parallelism cuts them: use one of the two";
+    assert!(text.contains(expected), "{text}");
+}

@@ -1,0 +1,400 @@
+//! Matrices for update rules that see them whole, such as Muon.
+//!
+//! Shards stay flat and equal, and the state of such a rule is sharded like any other. In an
+//! update the rule's direction, which is element-wise, is computed from the shards; an all-to-all
+//! brings each parameter's directions to one rank, its **updater** ([`Updaters`]); that
+//! orthogonalises the matrices; and a second all-to-all takes the result back to the shards, to
+//! which it is applied element by element. Padding is in no matrix.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use zero_alloc::device::{AnySlice, Device};
+use zero_shard::{Layout, ParamId, ParamUpdater, Updaters};
+
+use crate::groups::Resolved;
+use crate::{OptimError, Segment};
+
+/// A matrix in a parameter: `rows` rows of `cols` elements, one every `row_stride` elements from
+/// `first` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Matrix {
+    /// Its first element in the parameter.
+    pub first: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Elements between the starts of two rows; at least `cols`.
+    pub row_stride: usize,
+    /// Whether the rows are the inputs of the layer, as in GPT-2's Conv1D, and not its outputs, as
+    /// in PyTorch's Linear.
+    pub inputs_first: bool,
+}
+
+impl Matrix {
+    /// All of a parameter of PyTorch's Linear: `outputs` rows of `inputs` elements.
+    pub const fn linear(outputs: usize, inputs: usize) -> Self {
+        Self {
+            first: 0,
+            rows: outputs,
+            cols: inputs,
+            row_stride: inputs,
+            inputs_first: false,
+        }
+    }
+
+    /// All of a parameter of a Conv1D: `inputs` rows of `outputs` elements.
+    pub const fn conv1d(inputs: usize, outputs: usize) -> Self {
+        Self {
+            inputs_first: true,
+            ..Self::linear(inputs, outputs)
+        }
+    }
+
+    /// The matrices of a layer whose outputs are those of several, `outputs` each, such as queries,
+    /// keys and values.
+    ///
+    /// # Panics
+    /// The layer has fewer outputs.
+    #[must_use]
+    pub fn split(self, outputs: &[usize]) -> Vec<Self> {
+        let of_layer = self.outputs();
+        assert!(
+            outputs.iter().sum::<usize>() <= of_layer,
+            "{outputs:?} of {of_layer} outputs"
+        );
+        let starts = outputs.iter().scan(0, |end, outputs| {
+            let start = *end;
+            *end += outputs;
+            Some((start, *outputs))
+        });
+        let part = |(start, outputs)| match self.inputs_first {
+            true => Self {
+                first: self.first + start,
+                cols: outputs,
+                ..self
+            },
+            false => Self {
+                first: self.first + start * self.row_stride,
+                rows: outputs,
+                ..self
+            },
+        };
+        starts.map(part).collect()
+    }
+
+    /// Outputs of the layer.
+    pub const fn outputs(&self) -> usize {
+        if self.inputs_first {
+            self.cols
+        } else {
+            self.rows
+        }
+    }
+
+    /// Inputs of the layer.
+    pub const fn inputs(&self) -> usize {
+        if self.inputs_first {
+            self.rows
+        } else {
+            self.cols
+        }
+    }
+
+    /// The cost of orthogonalising it, but for a factor: its products are of the shorter side.
+    fn cost(&self) -> u64 {
+        let [rows, cols] = [self.rows, self.cols].map(|n| n as u64);
+        rows.saturating_mul(cols).saturating_mul(rows.min(cols))
+    }
+
+    /// The elements of the parameter from its first to its last.
+    pub(crate) fn range(&self) -> Range<usize> {
+        let elems = match (self.rows, self.cols) {
+            (0, _) | (_, 0) => 0,
+            (rows, cols) => (rows - 1) * self.row_stride + cols,
+        };
+        self.first..self.first + elems
+    }
+}
+
+/// A parameter of matrices.
+#[derive(Clone, Debug)]
+pub struct MatrixParam {
+    /// The position of its rules in [`ParamGroups::rules`](crate::ParamGroups::rules).
+    pub group: usize,
+    /// Its matrices, which share no element. Elements outside of them are not updated.
+    pub matrices: Vec<Matrix>,
+}
+
+/// The matrices of a model on one of its ranks.
+#[derive(Clone, Debug)]
+pub struct Matrices {
+    pub(crate) rank: u64,
+    pub(crate) updaters: Updaters,
+    /// In the order of [`Updaters::waves`].
+    params: Vec<MatrixParam>,
+    /// The first element of each unit's flat parameter that this rank has.
+    firsts: Vec<u64>,
+    /// Those of each unit that this rank has and that belong to no parameter.
+    padding: Vec<u64>,
+}
+
+impl Matrices {
+    /// The matrices of `layout` on `rank`: those of each parameter for which `matrices_of` returns
+    /// some. At stage 0 every rank has the state of all elements: `replicated`. `by_unit` is for
+    /// [`ShardedOptimizer::enqueue_unit_update`](crate::ShardedOptimizer::enqueue_unit_update);
+    /// updates of all units at once do better without, since ranks then have matrices of several
+    /// units to share.
+    ///
+    /// # Errors
+    /// A matrix is not within its parameter.
+    pub fn new(
+        layout: &Layout,
+        rank: u64,
+        replicated: bool,
+        by_unit: bool,
+        matrices_of: impl Fn(ParamId) -> Option<MatrixParam>,
+    ) -> Result<Self, OptimError> {
+        let mut params = Vec::new();
+        let mut costs = std::collections::HashMap::new();
+        for (id, placed) in layout.params() {
+            let Some(param) = matrices_of(id).filter(|param| !param.matrices.is_empty()) else {
+                continue;
+            };
+            for matrix in &param.matrices {
+                let fits = matrix.range().end as u64 <= placed.numel_elems;
+                if !fits || matrix.row_stride < matrix.cols {
+                    return Err(OptimError::Matrix {
+                        param: placed.name.clone(),
+                        matrix: *matrix,
+                        elems: placed.numel_elems,
+                    });
+                }
+            }
+            let cost = param.matrices.iter().map(Matrix::cost);
+            costs.insert(id, cost.fold(0, u64::saturating_add));
+            params.push(param);
+        }
+        let updaters = Updaters::new(layout, replicated, by_unit, |id| costs.get(&id).copied());
+        let units = layout.units().iter();
+        let held = units.map(|unit| match replicated {
+            true => 0..unit.padded_elems,
+            false => unit.shard(rank),
+        });
+        let held: Vec<Range<u64>> = held.collect();
+        let padding = layout.units().iter().zip(&held).map(|(unit, held)| {
+            let within = |gap: Range<u64>| gap.start.max(held.start)..gap.end.min(held.end);
+            let gaps = unit.padding().map(within);
+            gaps.map(|gap| gap.end.saturating_sub(gap.start)).sum()
+        });
+        Ok(Self {
+            rank,
+            updaters,
+            params,
+            padding: padding.collect(),
+            firsts: held.iter().map(|held| held.start).collect(),
+        })
+    }
+
+    /// Checks that the elements of matrices, and no others, have rules that see matrices.
+    pub(crate) fn check(&self, segments: &[Segment], groups: &Resolved) -> Result<(), OptimError> {
+        let mut in_matrices = vec![0; segments.len()];
+        for wave in self.waves() {
+            for part in wave.held().parts {
+                let unit = part.param.id.unit;
+                let elems = wave.in_segment(&part);
+                let trained = groups.trained(unit, elems.clone());
+                let seen = trained.filter(|(_, _, rules)| groups.sees_matrices(*rules));
+                let seen: usize = seen.map(|(elems, _, _)| elems.len()).sum();
+                if seen < elems.len() {
+                    return Err(OptimError::NoMatrixRule {
+                        unit: segments[unit].name.clone(),
+                        group: part.matrices.group,
+                    });
+                }
+                in_matrices[unit] += seen;
+            }
+        }
+        let padding = |unit: usize| self.padding[unit] as usize;
+        check_elements(segments, groups, |unit| in_matrices[unit] + padding(unit))
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.params.is_empty()
+    }
+
+    /// The parameters' updaters.
+    pub fn updaters(&self) -> &Updaters {
+        &self.updaters
+    }
+
+    /// The waves of updates.
+    pub(crate) fn waves(&self) -> impl Iterator<Item = Wave<'_>> {
+        let mut rest = &self.params[..];
+        self.updaters.waves().map(move |whole| {
+            let (params, later) = rest.split_at(whole.len());
+            rest = later;
+            Wave {
+                matrices: self,
+                params: whole.iter().zip(params).collect(),
+            }
+        })
+    }
+}
+
+/// Checks that of each unit's elements with rules that see matrices at most `allowed` exist.
+pub(crate) fn check_elements(
+    segments: &[Segment],
+    groups: &Resolved,
+    allowed: impl Fn(usize) -> usize,
+) -> Result<(), OptimError> {
+    for (unit, segment) in segments.iter().enumerate() {
+        let trained = groups.trained(unit, 0..segment.len());
+        let seen = trained.filter(|(_, _, rules)| groups.sees_matrices(*rules));
+        let seen: Vec<_> = seen.collect();
+        let elems: usize = seen.iter().map(|(elems, _, _)| elems.len()).sum();
+        if let Some((_, _, rules)) = seen.first().filter(|_| elems > allowed(unit)) {
+            return Err(OptimError::NoMatrix {
+                unit: segment.name.clone(),
+                rule: groups.updates[groups.launch_rules[*rules].update].name(),
+                elems: elems - allowed(unit),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Parameters whose updates are exchanged together.
+pub(crate) struct Wave<'a> {
+    matrices: &'a Matrices,
+    pub(crate) params: Vec<(&'a ParamUpdater, &'a MatrixParam)>,
+}
+
+/// A part of a parameter in a buffer.
+pub(crate) struct Part<'a> {
+    pub(crate) param: &'a ParamUpdater,
+    pub(crate) matrices: &'a MatrixParam,
+    /// Its elements of the parameter.
+    pub(crate) elems: Range<usize>,
+    /// Its first element in the buffer.
+    pub(crate) at: usize,
+}
+
+impl Part<'_> {
+    /// Its elements of the buffer.
+    pub(crate) fn in_buffer(&self) -> Range<usize> {
+        self.at..self.at + self.elems.len()
+    }
+}
+
+/// The parts in a buffer, one after another, and the elements for each rank.
+pub(crate) struct Buffer<'a> {
+    pub(crate) parts: Vec<Part<'a>>,
+    pub(crate) counts: Vec<usize>,
+}
+
+impl Buffer<'_> {
+    pub(crate) fn elems(&self) -> usize {
+        self.counts.iter().sum()
+    }
+}
+
+impl<'a> Wave<'a> {
+    /// The parts of a buffer that is ordered by ranks, then by parameters; `part` returns the
+    /// elements of a parameter that are there for a rank.
+    fn buffer(&self, part: impl Fn(&ParamUpdater, u64) -> Range<u64>) -> Buffer<'a> {
+        let mut at = 0;
+        let mut parts = Vec::new();
+        let mut counts = Vec::new();
+        for rank in 0..self.matrices.updaters.world_size() {
+            let begin = at;
+            for &(param, matrices) in &self.params {
+                let Range { start, end } = part(param, rank);
+                let elems = start as usize..end as usize;
+                if elems.is_empty() {
+                    continue;
+                }
+                at += elems.len();
+                parts.push(Part {
+                    param,
+                    matrices,
+                    at: at - elems.len(),
+                    elems,
+                });
+            }
+            counts.push(at - begin);
+        }
+        Buffer { parts, counts }
+    }
+
+    /// The elements that this rank holds, by updaters.
+    pub(crate) fn held(&self) -> Buffer<'a> {
+        let own = self.matrices.rank;
+        self.buffer(|param, rank| of_updater(param, rank, param.held(own)))
+    }
+
+    /// The elements that this rank gives to updaters: a range of [`Self::held`].
+    pub(crate) fn given(&self) -> Buffer<'a> {
+        let own = self.matrices.rank;
+        self.buffer(|param, rank| of_updater(param, rank, param.given(own)))
+    }
+
+    /// The elements that ranks give to this one.
+    pub(crate) fn received(&self) -> Buffer<'a> {
+        let own = self.matrices.rank;
+        self.buffer(|param, rank| of_updater(param, own, param.given(rank)))
+    }
+
+    /// The elements that this rank returns to others.
+    pub(crate) fn returned(&self) -> Buffer<'a> {
+        let own = self.matrices.rank;
+        self.buffer(|param, rank| of_updater(param, own, param.held(rank)))
+    }
+
+    /// The parameters that this rank sees whole.
+    pub(crate) fn own(&self) -> Buffer<'a> {
+        let own = self.matrices.rank;
+        self.buffer(|param, rank| match rank == own {
+            true => of_updater(param, own, 0..param.numel_elems()),
+            false => 0..0,
+        })
+    }
+
+    /// The elements of a part in this rank's segment of the unit.
+    pub(crate) fn in_segment(&self, part: &Part<'_>) -> Range<usize> {
+        let first = self.matrices.firsts[part.param.id.unit];
+        let flat = |elem: usize| (part.param.flat.start + elem as u64 - first) as usize;
+        flat(part.elems.start)..flat(part.elems.end)
+    }
+}
+
+/// `elems` if `rank` is the updater, else none.
+fn of_updater(param: &ParamUpdater, rank: u64, elems: Range<u64>) -> Range<u64> {
+    if param.updater == rank { elems } else { 0..0 }
+}
+
+/// The exchange of directions and updates with the ranks among which the state is sharded.
+pub trait AllToAll<D: Device>: Send + Sync {
+    /// Enqueues, behind the work of `stream` so far, that this rank sends `send_counts[q]` elements
+    /// to each rank q and receives `recv_counts[q]`; `send` and `recv` are in the order of ranks.
+    /// All ranks call it in the same order. Returns the point at which `recv` is complete and
+    /// `send` free.
+    ///
+    /// # Errors
+    /// [`OptimError::Exchange`].
+    fn all_to_all(
+        &self,
+        stream: &D::Stream,
+        send: (AnySlice, &[usize]),
+        recv: (AnySlice, &[usize]),
+    ) -> Result<D::Event, OptimError>;
+}
+
+/// [`Matrices`] with what an update needs.
+pub(crate) struct MatrixExchange<D: Device> {
+    pub(crate) matrices: Arc<Matrices>,
+    pub(crate) comm: Arc<dyn AllToAll<D>>,
+    pub(crate) pool: zero_alloc::Pool<D>,
+}
