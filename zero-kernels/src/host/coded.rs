@@ -6,7 +6,7 @@ use multiversion::multiversion;
 use zero_alloc::device::DType;
 use zero_shard::BlockFormat;
 
-use super::update::{FloatSlice, with_floats};
+use super::update::{BlockSlot, FloatSlice, with_floats};
 use super::{accumulate, block_codes, cast};
 use crate::check::same_len;
 use crate::kernels::EncodeSums;
@@ -122,6 +122,22 @@ pub(super) unsafe fn update(
         let slots = slots.collect::<Result<_, KernelError>>()?;
         // SAFETY: the caller's promise.
         return rule.update(unsafe { args.as_host(0..elems, slots, scalars) }?);
+    }
+
+    let blocks = args.slots.iter().map(|slot| match slot.codec {
+        Codec::Blocks(format) => Some(slot.memory.bytes().typed().map(|blocks| BlockSlot {
+            format,
+            // SAFETY: the caller's promise; bytes may have any value.
+            blocks: unsafe { blocks.as_host_mut() },
+        })),
+        _ => None,
+    });
+    if let Some(blocks) = blocks.collect::<Option<Result<_, _>>>() {
+        // SAFETY: the caller's promise.
+        let slices = unsafe { args.as_host(0..elems, blocks?, scalars) }?;
+        if let Some(updated) = rule.update_blocks(slices) {
+            return updated;
+        }
     }
 
     let mut decoded = vec![0.0; args.slots.len() * UPDATE_ELEMS];
