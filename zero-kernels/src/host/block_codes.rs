@@ -201,11 +201,17 @@ fn encode_all<C: Codes>(format: BlockFormat, codes: &C, values: &[f32], blocks: 
 fn encode_loop<C: Codes>(format: BlockFormat, codes: &C, values: &[f32], blocks: &mut [u8]) {
     let blocks = blocks.chunks_exact_mut(format.block_bytes());
     for (values, block) in values.chunks(format.elems()).zip(blocks) {
-        let (scale_bytes, of_block) = block.split_at_mut(size_of::<f32>());
-        let scale = scale(format, values);
-        scale_bytes.copy_from_slice(&scale.to_le_bytes());
-        codes.encode(values, BlockFormat::reciprocal(scale), of_block);
+        write(format, codes, values, block);
     }
+}
+
+/// Encodes a block, which may have fewer values.
+#[inline(always)]
+pub(crate) fn write<C: Codes>(format: BlockFormat, codes: &C, values: &[f32], block: &mut [u8]) {
+    let (scale_bytes, of_block) = block.split_at_mut(size_of::<f32>());
+    let scale = scale(format, values);
+    scale_bytes.copy_from_slice(&scale.to_le_bytes());
+    codes.encode(values, BlockFormat::reciprocal(scale), of_block);
 }
 
 /// Writes a code a byte: that of 0 behind the values, and where the reciprocal is 0.
@@ -228,7 +234,7 @@ fn write_codes<const BUCKETS: usize>(
 
 /// [`BlockFormat::scale`], by the order of floats' bits.
 #[inline(always)]
-pub(crate) fn scale(format: BlockFormat, values: &[f32]) -> f32 {
+fn scale(format: BlockFormat, values: &[f32]) -> f32 {
     let mut magnitude = 0;
     let mut greatest = 0;
     for value in values {

@@ -23,7 +23,7 @@ use zero_shard::BlockFormat;
 /// Elements that are decoded and updated together: the block of `blocks`.
 const PIECE: usize = 64;
 
-/// `None`: there is no loop for these formats.
+/// `None`: there is no loop for these formats, or the last block is not whole.
 pub(super) fn adam_blocks(
     hyper: &AdamHyper,
     slices: UpdateSlices<'_, BlockSlot<'_>>,
@@ -32,6 +32,10 @@ pub(super) fn adam_blocks(
         return None;
     };
     let elems = [first.format.elems(), second.format.elems()];
+    let n = with_floats!(FloatSlice, slices.grad, grad => grad.len());
+    if elems.iter().any(|elems| n % elems != 0) {
+        return None;
+    }
     let decoupled = hyper.decoupled;
     match (Coder::of(first.format), Coder::of(second.format)) {
         (Coder::Eight(first), Coder::Eight(second)) if elems == [256; 2] => Some(match decoupled {
@@ -116,7 +120,6 @@ fn update<C: Codes, const ELEMS: usize, const DECOUPLED: bool>(
     let block_bytes = size_of::<f32>() + ELEMS * C::BITS / 8;
     let first = first.chunks_exact_mut(block_bytes);
     let second = second.chunks_exact_mut(block_bytes);
-    let n = with_floats!(FloatSlice, grad, grad => grad.len());
     let mut m = [0.0; ELEMS];
     let mut v = [0.0; ELEMS];
     let mut w = [0.0; PIECE];
@@ -125,27 +128,25 @@ fn update<C: Codes, const ELEMS: usize, const DECOUPLED: bool>(
     for (nth, (first, second)) in first.zip(second).enumerate() {
         let (first_scale, first_codes) = block_codes::split(first);
         let (second_scale, second_codes) = block_codes::split(second);
-        let start = nth * ELEMS;
         let piece_bytes = PIECE * C::BITS / 8;
-        let pieces = m.as_chunks_mut::<PIECE>().0.iter_mut();
-        let pieces = pieces.zip(v.as_chunks_mut::<PIECE>().0);
-        for (piece, (m, v)) in pieces.enumerate() {
-            let at = n.min(start + piece * PIECE);
-            let first_codes = &first_codes[piece * piece_bytes..][..piece_bytes];
-            let second_codes = &second_codes[piece * piece_bytes..][..piece_bytes];
-            prefetch(first_codes, &(0..PIECE));
-            prefetch(second_codes, &(0..PIECE));
-            codes[0].decode(first_codes, first_scale, m);
-            codes[1].decode(second_codes, second_scale, v);
-            with_floats!(FloatSlice, grad, grad => widen(&grad[at..], &mut g));
+        let codes_of_pieces = first_codes
+            .chunks_exact(piece_bytes)
+            .zip(second_codes.chunks_exact(piece_bytes));
+        let moments = m.as_chunks_mut::<PIECE>().0.iter_mut();
+        let moments = moments.zip(v.as_chunks_mut::<PIECE>().0);
+        for (piece, ((m, v), (first, second))) in moments.zip(codes_of_pieces).enumerate() {
+            let at = nth * (ELEMS / PIECE) + piece;
+            prefetch(first, &(0..PIECE));
+            prefetch(second, &(0..PIECE));
+            codes[0].decode(first, first_scale, m);
+            codes[1].decode(second, second_scale, v);
+            with_floats!(FloatSlice, grad, grad => widen(grad, at, &mut g));
             match &weights {
-                WeightSlices::Fp32 { master, .. } => widen(&master[at..], &mut w),
+                WeightSlices::Fp32 { master, .. } => widen(master, at, &mut w),
                 WeightSlices::Remainder { param, remainder } => {
-                    prefetch(&param[at..], &(0..PIECE));
-                    prefetch(&remainder[at..], &(0..PIECE));
-                    let weights = param[at..].iter().zip(&remainder[at..]);
-                    for (w, (param, remainder)) in w.iter_mut().zip(weights) {
-                        *w = join(*param, *remainder);
+                    let (param, remainder) = (piece_of(param, at), piece_of(remainder, at));
+                    for i in 0..PIECE {
+                        w[i] = join(param[i], remainder[i]);
                     }
                 }
             }
@@ -156,62 +157,47 @@ fn update<C: Codes, const ELEMS: usize, const DECOUPLED: bool>(
 
             match &mut weights {
                 WeightSlices::Fp32 { master, param_out } => {
-                    narrow(&w, &mut master[at..]);
+                    narrow(&w, master, at);
                     if let Some(param) = param_out {
-                        with_floats!(FloatSliceMut, param, param => narrow(&w, &mut param[at..]));
+                        with_floats!(FloatSliceMut, param, param => narrow(&w, param, at));
                     }
                 }
                 WeightSlices::Remainder { param, remainder } => {
-                    let weights = param[at..].iter_mut().zip(&mut remainder[at..]);
-                    for (w, (param, remainder)) in w.iter().zip(weights) {
-                        (*param, *remainder) = split(*w);
+                    let param = &mut param.as_chunks_mut::<PIECE>().0[at];
+                    let remainder = &mut remainder.as_chunks_mut::<PIECE>().0[at];
+                    for i in 0..PIECE {
+                        (param[i], remainder[i]) = split(w[i]);
                     }
                 }
             }
         }
 
-        // Behind the last value of a short block are codes of 0.
-        if n - start < ELEMS {
-            m[n - start..].fill(0.0);
-            v[n - start..].fill(0.0);
-        }
-        let scales = [
-            block_codes::scale(formats[0], &m),
-            block_codes::scale(formats[1], &v),
-        ];
-        let reciprocals = scales.map(BlockFormat::reciprocal);
-        first[..4].copy_from_slice(&scales[0].to_le_bytes());
-        second[..4].copy_from_slice(&scales[1].to_le_bytes());
-        codes[0].encode(&m, reciprocals[0], &mut first[4..][..ELEMS * C::BITS / 8]);
-        codes[1].encode(&v, reciprocals[1], &mut second[4..][..ELEMS * C::BITS / 8]);
+        block_codes::write(formats[0], codes[0], &m, first);
+        block_codes::write(formats[1], codes[1], &v, second);
     }
 }
 
-/// The first values in fp32, as many as there are.
+/// Piece `at`; starts to load those behind it.
 #[inline(always)]
-fn widen<T: Float>(x: &[T], wide: &mut [f32; PIECE]) {
-    prefetch(x, &(0..PIECE));
-    if let Some(x) = x.first_chunk::<PIECE>() {
-        for i in 0..PIECE {
-            wide[i] = x[i].to_f32();
-        }
-        return;
-    }
-    for (wide, x) in wide.iter_mut().zip(x) {
-        *wide = x.to_f32();
+fn piece_of<T>(x: &[T], at: usize) -> &[T; PIECE] {
+    prefetch(x, &(at * PIECE..0));
+    &x.as_chunks::<PIECE>().0[at]
+}
+
+/// Piece `at` in fp32.
+#[inline(always)]
+fn widen<T: Float>(x: &[T], at: usize, wide: &mut [f32; PIECE]) {
+    let x = piece_of(x, at);
+    for i in 0..PIECE {
+        wide[i] = x[i].to_f32();
     }
 }
 
 /// The reverse.
 #[inline(always)]
-fn narrow<T: Float>(wide: &[f32; PIECE], x: &mut [T]) {
-    if let Some(x) = x.first_chunk_mut::<PIECE>() {
-        for i in 0..PIECE {
-            x[i] = T::from_f32(wide[i]);
-        }
-        return;
-    }
-    for (x, wide) in x.iter_mut().zip(wide) {
-        *x = T::from_f32(*wide);
+fn narrow<T: Float>(wide: &[f32; PIECE], x: &mut [T], at: usize) {
+    let x = &mut x.as_chunks_mut::<PIECE>().0[at];
+    for i in 0..PIECE {
+        x[i] = T::from_f32(wide[i]);
     }
 }
