@@ -201,17 +201,23 @@ fn encode_all<C: Codes>(format: BlockFormat, codes: &C, values: &[f32], blocks: 
 fn encode_loop<C: Codes>(format: BlockFormat, codes: &C, values: &[f32], blocks: &mut [u8]) {
     let blocks = blocks.chunks_exact_mut(format.block_bytes());
     for (values, block) in values.chunks(format.elems()).zip(blocks) {
-        write(format, codes, values, block);
+        let (of_block, reciprocal) = begin(format, values, block);
+        codes.encode(values, reciprocal, of_block);
     }
 }
 
-/// Encodes a block, which may have fewer values.
+/// Writes a block's scale. Returns the place of its codes, and what the values are to be multiplied
+/// by for them.
 #[inline(always)]
-pub(crate) fn write<C: Codes>(format: BlockFormat, codes: &C, values: &[f32], block: &mut [u8]) {
-    let (scale_bytes, of_block) = block.split_at_mut(size_of::<f32>());
+pub(crate) fn begin<'a>(
+    format: BlockFormat,
+    values: &[f32],
+    block: &'a mut [u8],
+) -> (&'a mut [u8], f32) {
+    let (scale_bytes, codes) = block.split_at_mut(size_of::<f32>());
     let scale = scale(format, values);
     scale_bytes.copy_from_slice(&scale.to_le_bytes());
-    codes.encode(values, BlockFormat::reciprocal(scale), of_block);
+    (codes, BlockFormat::reciprocal(scale))
 }
 
 /// Writes a code a byte: that of 0 behind the values, and where the reciprocal is 0.

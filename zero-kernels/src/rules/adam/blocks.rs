@@ -172,8 +172,11 @@ fn update<C: Codes, const ELEMS: usize, const DECOUPLED: bool>(
             }
         }
 
-        block_codes::write(formats[0], codes[0], &m, first);
-        block_codes::write(formats[1], codes[1], &v, second);
+        // Both scales in front of the codes: the processor finds the one beside the other.
+        let (first, first_reciprocal) = block_codes::begin(formats[0], &m, first);
+        let (second, second_reciprocal) = block_codes::begin(formats[1], &v, second);
+        codes[0].encode(&m, first_reciprocal, first);
+        codes[1].encode(&v, second_reciprocal, second);
     }
 }
 
