@@ -23,7 +23,7 @@ use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 
 use crate::codec::{AverageCodecs, Codec, CodedSlice, Rounding};
 use crate::error::KernelError;
-use crate::host::update::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};
+use crate::host::update::{BlockSlot, FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};
 use crate::step::{RULE_SCALARS, StepScalars};
 
 /// An array of state that a rule keeps, with an element for each weight. It starts at 0.
@@ -232,6 +232,15 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
     /// The rule does not work on these slices.
     fn update(&self, slices: UpdateSlices<'_>) -> Result<(), KernelError>;
 
+    /// As [`Self::update`], with slots in blocks. `None`: it has no loop for these formats, and did
+    /// nothing; they are decoded for [`Self::update`].
+    fn update_blocks(
+        &self,
+        _slices: UpdateSlices<'_, BlockSlot<'_>>,
+    ) -> Option<Result<(), KernelError>> {
+        None
+    }
+
     /// The CUDA kernel for arguments of `form`; `None` if there is none.
     fn cuda_kernel(&self, _form: &UpdateForm, _weight_decay: f64) -> Option<CudaKernel> {
         None
@@ -363,17 +372,17 @@ impl UpdateArgs {
         }
     }
 
-    /// The elements `range` as Rust slices, with these `slots` in fp32.
+    /// The elements `range` as Rust slices, with these `slots`.
     ///
     /// # Safety
     /// As for [`DeviceSlice::as_host_mut`] of each: host memory, disjoint, and nothing else
     /// accesses it meanwhile.
-    pub(crate) unsafe fn as_host<'a>(
+    pub(crate) unsafe fn as_host<'a, S>(
         &self,
         range: Range<usize>,
-        slots: Vec<&'a mut [f32]>,
+        slots: Vec<S>,
         scalars: StepScalars,
-    ) -> Result<UpdateSlices<'a>, KernelError> {
+    ) -> Result<UpdateSlices<'a, S>, KernelError> {
         let part = |slice: AnySlice| slice.slice(range.clone());
         let weights = match self.weights {
             Weights::Fp32 { master, param_out } => WeightSlices::Fp32 {

@@ -28,7 +28,7 @@ const CLOSED: [(&str, &str); 6] = [
     ("zero-alloc", "Polling Search SwapAccess"),
     (
         "zero-kernels",
-        "AdamHyper AdamScalars AdamSlices AdvanceArgs AverageCodecs CodedSlice EncodeSums Feedback FloatSlice FloatSliceMut GradStats Muon NewtonSchulz OrthogonaliseArgs RankStats RemainderSlices \
+        "AdamHyper AdamScalars AdamSlices AdvanceArgs AverageCodecs BlockSlot CodedSlice EncodeSums Feedback FloatSlice FloatSliceMut GradStats Muon NewtonSchulz OrthogonaliseArgs RankStats RemainderSlices \
          Rounding Segments SettingError Slot Span StepConfig StepPoint StepRates StepRecord StepScalars StepState UpdateArgs UpdateSlices WeightSlices Weights",
     ),
     ("zero-comm", "Group Link Part Socket Traffic"),

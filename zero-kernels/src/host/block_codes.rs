@@ -21,18 +21,78 @@ const BUCKETS_4: usize = 1 << (32 - SHIFT_4);
 /// Elements of the largest block.
 const MOST_ELEMS: usize = 256;
 
-/// A format's tables: the entries of the buckets, and values.
-enum Coder {
-    /// Codes of 8 bits, with the value of each.
-    Eight {
-        buckets: Box<[u32; BUCKETS_8]>,
-        values: Box<[f32; 256]>,
-    },
-    /// Codes of 4 bits, with the two values of each byte.
-    Four {
-        buckets: Box<[u32; BUCKETS_4]>,
-        pairs: Box<[[f32; 2]; 256]>,
-    },
+/// A format's tables.
+pub(crate) enum Coder {
+    Eight(Eight),
+    Four(Four),
+}
+
+/// The entries of the buckets of codes of 8 bits, and the value of each code.
+pub(crate) struct Eight {
+    buckets: Box<[u32; BUCKETS_8]>,
+    values: Box<[f32; 256]>,
+}
+
+/// The entries of the buckets of codes of 4 bits, and the two values of each byte.
+pub(crate) struct Four {
+    buckets: Box<[u32; BUCKETS_4]>,
+    pairs: Box<[[f32; 2]; 256]>,
+}
+
+/// Tables of codes of some bits.
+pub(crate) trait Codes {
+    const BITS: usize;
+
+    /// Decodes as many values as there are, which start at the first code, of one block.
+    fn decode(&self, codes: &[u8], scale: f32, values: &mut [f32]);
+
+    /// Writes the codes of a block: that of 0 behind the values, and where the reciprocal is 0.
+    fn encode(&self, values: &[f32], reciprocal: f32, codes: &mut [u8]);
+}
+
+impl Codes for Eight {
+    const BITS: usize = 8;
+
+    #[inline(always)]
+    fn decode(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
+        let table = &*self.values;
+        for (value, code) in values.iter_mut().zip(codes) {
+            *value = table[usize::from(*code)] * scale;
+        }
+    }
+
+    #[inline(always)]
+    fn encode(&self, values: &[f32], reciprocal: f32, codes: &mut [u8]) {
+        write_codes(&self.buckets, values, reciprocal, codes);
+    }
+}
+
+impl Codes for Four {
+    const BITS: usize = 4;
+
+    #[inline(always)]
+    fn decode(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
+        let table: &[u64; 256] = bytemuck::cast_ref(&*self.pairs);
+        let mut pairs = [0u64; MOST_ELEMS / 2];
+        for (pair, byte) in pairs.iter_mut().zip(codes) {
+            *pair = table[usize::from(*byte)];
+        }
+        let unscaled: &[f32; MOST_ELEMS] = bytemuck::cast_ref(&pairs);
+        for (value, unscaled) in values.iter_mut().zip(unscaled) {
+            *value = unscaled * scale;
+        }
+    }
+
+    #[inline(always)]
+    fn encode(&self, values: &[f32], reciprocal: f32, codes: &mut [u8]) {
+        let mut of_values = [0; MOST_ELEMS];
+        let of_values = &mut of_values[..2 * codes.len()];
+        write_codes(&self.buckets, values, reciprocal, of_values);
+        for (byte, pair) in codes.iter_mut().zip(of_values.as_chunks::<2>().0) {
+            let pair = u16::from_le_bytes(*pair);
+            *byte = (pair << 4 | pair >> 8) as u8;
+        }
+    }
 }
 
 static CODERS: [LazyLock<Coder>; BlockFormat::ALL.len()] = [
@@ -47,23 +107,23 @@ static CODERS: [LazyLock<Coder>; BlockFormat::ALL.len()] = [
 
 impl Coder {
     /// Those of a format, made at the first call.
-    fn of(format: BlockFormat) -> &'static Self {
+    pub(crate) fn of(format: BlockFormat) -> &'static Self {
         &CODERS[format as usize]
     }
 
     fn new(format: BlockFormat) -> Self {
         let table = format.table();
         match format.code_bits() {
-            8 => Self::Eight {
+            8 => Self::Eight(Eight {
                 buckets: buckets::<SHIFT_8, BUCKETS_8>(format),
                 values: Box::new(std::array::from_fn(|code| table[code])),
-            },
-            _ => Self::Four {
+            }),
+            _ => Self::Four(Four {
                 buckets: buckets::<SHIFT_4, BUCKETS_4>(format),
                 pairs: Box::new(std::array::from_fn(|byte| {
                     [table[byte >> 4], table[byte & 15]]
                 })),
-            },
+            }),
         }
     }
 }
@@ -124,8 +184,8 @@ fn code<const BUCKETS: usize>(buckets: &[u32; BUCKETS], value: f32) -> u8 {
 /// Encodes whole blocks, and a last one that may be shorter.
 pub(super) fn encode(format: BlockFormat, values: &[f32], blocks: &mut [u8]) {
     match Coder::of(format) {
-        Coder::Eight { buckets, .. } => encode_all(format, buckets, values, blocks),
-        Coder::Four { buckets, .. } => encode_all(format, buckets, values, blocks),
+        Coder::Eight(codes) => encode_all(format, codes, values, blocks),
+        Coder::Four(codes) => encode_all(format, codes, values, blocks),
     }
 }
 
@@ -133,40 +193,31 @@ pub(super) fn encode(format: BlockFormat, values: &[f32], blocks: &mut [u8]) {
     "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
     "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
 ))]
-fn encode_all<const BUCKETS: usize>(
-    format: BlockFormat,
-    buckets: &[u32; BUCKETS],
-    values: &[f32],
-    blocks: &mut [u8],
-) {
-    encode_loop(format, buckets, values, blocks);
+fn encode_all<C: Codes>(format: BlockFormat, codes: &C, values: &[f32], blocks: &mut [u8]) {
+    encode_loop(format, codes, values, blocks);
 }
 
 #[inline(always)]
-fn encode_loop<const BUCKETS: usize>(
-    format: BlockFormat,
-    buckets: &[u32; BUCKETS],
-    values: &[f32],
-    blocks: &mut [u8],
-) {
-    let mut of_values = [0; MOST_ELEMS];
-    let of_values = &mut of_values[..format.elems()];
+fn encode_loop<C: Codes>(format: BlockFormat, codes: &C, values: &[f32], blocks: &mut [u8]) {
     let blocks = blocks.chunks_exact_mut(format.block_bytes());
     for (values, block) in values.chunks(format.elems()).zip(blocks) {
-        let (scale_bytes, codes) = block.split_at_mut(size_of::<f32>());
-        let scale = scale(format, values);
-        scale_bytes.copy_from_slice(&scale.to_le_bytes());
-        let reciprocal = BlockFormat::reciprocal(scale);
-        if format.code_bits() == 8 {
-            write_codes(buckets, values, reciprocal, codes);
-            continue;
-        }
-        write_codes(buckets, values, reciprocal, of_values);
-        for (byte, pair) in codes.iter_mut().zip(of_values.as_chunks::<2>().0) {
-            let pair = u16::from_le_bytes(*pair);
-            *byte = (pair << 4 | pair >> 8) as u8;
-        }
+        let (of_block, reciprocal) = begin(format, values, block);
+        codes.encode(values, reciprocal, of_block);
     }
+}
+
+/// Writes a block's scale. Returns the place of its codes, and what the values are to be multiplied
+/// by for them.
+#[inline(always)]
+pub(crate) fn begin<'a>(
+    format: BlockFormat,
+    values: &[f32],
+    block: &'a mut [u8],
+) -> (&'a mut [u8], f32) {
+    let (scale_bytes, codes) = block.split_at_mut(size_of::<f32>());
+    let scale = scale(format, values);
+    scale_bytes.copy_from_slice(&scale.to_le_bytes());
+    (codes, BlockFormat::reciprocal(scale))
 }
 
 /// Writes a code a byte: that of 0 behind the values, and where the reciprocal is 0.
@@ -217,8 +268,8 @@ fn scale(format: BlockFormat, values: &[f32]) -> f32 {
 /// Decodes whole blocks, and a last one that may be shorter.
 pub(super) fn decode(format: BlockFormat, blocks: &[u8], values: &mut [f32]) {
     match Coder::of(format) {
-        Coder::Eight { values: table, .. } => decode_all(format, table, blocks, values),
-        Coder::Four { pairs, .. } => decode_pairs(format, pairs, blocks, values),
+        Coder::Eight(codes) => decode_all(format, codes, blocks, values),
+        Coder::Four(codes) => decode_all(format, codes, blocks, values),
     }
 }
 
@@ -226,54 +277,22 @@ pub(super) fn decode(format: BlockFormat, blocks: &[u8], values: &mut [f32]) {
     "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
     "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
 ))]
-fn decode_all(format: BlockFormat, table: &[f32; 256], blocks: &[u8], values: &mut [f32]) {
-    decode_loop(format, table, blocks, values);
+fn decode_all<C: Codes>(format: BlockFormat, codes: &C, blocks: &[u8], values: &mut [f32]) {
+    decode_loop(format, codes, blocks, values);
 }
 
 #[inline(always)]
-fn decode_loop(format: BlockFormat, table: &[f32; 256], blocks: &[u8], values: &mut [f32]) {
+fn decode_loop<C: Codes>(format: BlockFormat, codes: &C, blocks: &[u8], values: &mut [f32]) {
     let blocks = blocks.chunks_exact(format.block_bytes());
     for (values, block) in values.chunks_mut(format.elems()).zip(blocks) {
-        let (scale, codes) = split(block);
-        for (value, code) in values.iter_mut().zip(codes) {
-            *value = table[usize::from(*code)] * scale;
-        }
-    }
-}
-
-#[multiversion(targets(
-    "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
-    "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
-))]
-fn decode_pairs(format: BlockFormat, table: &[[f32; 2]; 256], blocks: &[u8], values: &mut [f32]) {
-    decode_pairs_loop(format, table, blocks, values);
-}
-
-#[inline(always)]
-fn decode_pairs_loop(
-    format: BlockFormat,
-    table: &[[f32; 2]; 256],
-    blocks: &[u8],
-    values: &mut [f32],
-) {
-    let table: &[u64; 256] = bytemuck::cast_ref(table);
-    let mut pairs = [0u64; MOST_ELEMS / 2];
-    let blocks = blocks.chunks_exact(format.block_bytes());
-    for (values, block) in values.chunks_mut(format.elems()).zip(blocks) {
-        let (scale, codes) = split(block);
-        for (pair, byte) in pairs.iter_mut().zip(codes) {
-            *pair = table[usize::from(*byte)];
-        }
-        let unscaled: &[f32; MOST_ELEMS] = bytemuck::cast_ref(&pairs);
-        for (value, unscaled) in values.iter_mut().zip(unscaled) {
-            *value = unscaled * scale;
-        }
+        let (scale, of_block) = split(block);
+        codes.decode(of_block, scale, values);
     }
 }
 
 /// The scale and the codes of a block.
 #[inline(always)]
-fn split(block: &[u8]) -> (f32, &[u8]) {
+pub(crate) fn split(block: &[u8]) -> (f32, &[u8]) {
     let (scale, codes) = block.split_at(size_of::<f32>());
     (
         f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]),
@@ -296,8 +315,8 @@ mod tests {
         #[inline(always)]
         fn loops(format: BlockFormat, values: &[f32], blocks: &mut [u8]) {
             match Coder::of(format) {
-                Coder::Eight { buckets, .. } => encode_loop(format, buckets, values, blocks),
-                Coder::Four { buckets, .. } => encode_loop(format, buckets, values, blocks),
+                Coder::Eight(codes) => encode_loop(format, codes, values, blocks),
+                Coder::Four(codes) => encode_loop(format, codes, values, blocks),
             }
         }
 
@@ -321,8 +340,8 @@ mod tests {
         #[inline(always)]
         fn loops(format: BlockFormat, blocks: &[u8], values: &mut [f32]) {
             match Coder::of(format) {
-                Coder::Eight { values: table, .. } => decode_loop(format, table, blocks, values),
-                Coder::Four { pairs, .. } => decode_pairs_loop(format, pairs, blocks, values),
+                Coder::Eight(codes) => decode_loop(format, codes, blocks, values),
+                Coder::Four(codes) => decode_loop(format, codes, blocks, values),
             }
         }
 
@@ -377,8 +396,8 @@ mod tests {
     fn codes_around_every_midpoint() {
         for format in BlockFormat::ALL {
             let ours = |value: f32| match Coder::of(format) {
-                Coder::Eight { buckets, .. } => code(buckets, value),
-                Coder::Four { buckets, .. } => code(buckets, value),
+                Coder::Eight(codes) => code(&codes.buckets, value),
+                Coder::Four(codes) => code(&codes.buckets, value),
             };
             let midpoints = format.midpoints().iter().filter(|m| m.is_finite());
             let around = midpoints.flat_map(|m| [m.next_down(), *m, m.next_up()]);

@@ -6,7 +6,7 @@ use multiversion::multiversion;
 use zero_alloc::device::DType;
 use zero_shard::BlockFormat;
 
-use super::update::{FloatSlice, with_floats};
+use super::update::{BlockSlot, FloatSlice, with_floats};
 use super::{accumulate, block_codes, cast};
 use crate::check::same_len;
 use crate::kernels::EncodeSums;
@@ -124,8 +124,10 @@ pub(super) unsafe fn update(
         return rule.update(unsafe { args.as_host(0..elems, slots, scalars) }?);
     }
 
+    // SAFETY: the caller's promise.
+    let updated = unsafe { update_whole_blocks(rule, args, scalars) }?;
     let mut decoded = vec![0.0; args.slots.len() * UPDATE_ELEMS];
-    for start in (0..elems).step_by(UPDATE_ELEMS) {
+    for start in (updated..elems).step_by(UPDATE_ELEMS) {
         let range = start..elems.min(start + UPDATE_ELEMS);
         let mut slots = Vec::with_capacity(args.slots.len());
         for (slot, values) in args
@@ -155,6 +157,43 @@ pub(super) unsafe fn update(
         }
     }
     Ok(())
+}
+
+/// Updates the elements of whole blocks by the rule's own loop over them, if it has one, and returns
+/// their number.
+///
+/// # Safety
+/// As [`update`].
+unsafe fn update_whole_blocks(
+    rule: &dyn UpdateRule,
+    args: &UpdateArgs,
+    scalars: StepScalars,
+) -> Result<usize, KernelError> {
+    let formats = args.slots.iter().map(|slot| match slot.codec {
+        Codec::Blocks(format) => Some(format),
+        _ => None,
+    });
+    let Some(formats) = formats.collect::<Option<Vec<_>>>() else {
+        return Ok(0);
+    };
+    let most_elems = formats.iter().map(|format| format.elems()).max();
+    let elems = args.elems() - args.elems() % most_elems.unwrap_or(1);
+    let slots = args.slots.iter().zip(formats).map(|(slot, format)| {
+        let blocks = slot.slice(0..elems).memory.bytes().typed()?;
+        Ok(BlockSlot {
+            format,
+            // SAFETY: the caller's promise; bytes may have any value.
+            blocks: unsafe { blocks.as_host_mut() },
+        })
+    });
+    let slots = slots.collect::<Result<_, KernelError>>()?;
+    // SAFETY: the caller's promise.
+    let slices = unsafe { args.as_host(0..elems, slots, scalars) }?;
+
+    match rule.update_blocks(slices) {
+        Some(result) => result.map(|()| elems),
+        None => Ok(0),
+    }
 }
 
 /// Encodes values of any dtype, a part at a time, and adds to the sums of each

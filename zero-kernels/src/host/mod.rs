@@ -31,7 +31,7 @@ pub use cast::cast;
 pub use coded::{decode_blocks, encode_blocks};
 pub use grad_stats::grad_stats;
 pub use launch::HostKernels;
-pub use update::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};
+pub use update::{BlockSlot, FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};
 pub use workers::Workers;
 
 /// The constants of the summation order of [`grad_stats`], shared with its kernel.

@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 use zero_alloc::device::{AnySlice, DType};
+use zero_shard::BlockFormat;
 
 use crate::codec::{join, split};
 use crate::error::KernelError;
@@ -10,17 +11,26 @@ use crate::step::StepScalars;
 
 /// The arguments of an update on the host; all slices have the same length.
 #[derive(Debug)]
-pub struct UpdateSlices<'a> {
+pub struct UpdateSlices<'a, S = &'a mut [f32]> {
     /// The weights.
     pub weights: WeightSlices<'a>,
     /// The rule's slots, in their order, updated.
-    pub slots: Vec<&'a mut [f32]>,
+    pub slots: Vec<S>,
     /// The gradient, still scaled.
     pub grad: FloatSlice<'a>,
     /// The scalars of the step.
     pub scalars: StepScalars,
     /// The weight decay of these elements.
     pub weight_decay: f64,
+}
+
+/// A slot in blocks.
+#[derive(Debug)]
+pub struct BlockSlot<'a> {
+    /// The format.
+    pub format: BlockFormat,
+    /// Whole blocks, updated.
+    pub blocks: &'a mut [u8],
 }
 
 /// The weights of [`UpdateSlices`].

@@ -1,7 +1,8 @@
 //! Block formats by SIMD: the bits of zero-shard's plain loops.
 
 use proptest::prelude::*;
-use zero_kernels::{Codec, Rounding};
+use zero_kernels::host::{BlockSlot, FloatSlice, UpdateSlices, WeightSlices};
+use zero_kernels::{AdamHyper, AdamScalars, Codec, Rounding, StepScalars, UpdateRule};
 use zero_shard::BlockFormat;
 
 use crate::laws::config;
@@ -72,5 +73,57 @@ proptest! {
                 prop_assert!(same, "{:?}: {:e}, plain {:e}", format, ours, plain);
             }
         }
+    }
+}
+
+/// The loop over blocks takes whole ones of its own formats only, and slices of equal length.
+#[test]
+fn updates_of_blocks_refuse_others() {
+    let update = |formats: [BlockFormat; 2], n: usize, master: usize, bytes: usize| {
+        let (mut master, grad) = (vec![1.0f32; master], vec![1.0f32; n]);
+        let mut moments = formats.map(|format| vec![0; format.bytes(n)]);
+        moments[1].truncate(bytes);
+        let slots = moments.iter_mut().zip(formats);
+        let slices = UpdateSlices {
+            weights: WeightSlices::Fp32 {
+                master: &mut master,
+                param_out: None,
+            },
+            slots: slots
+                .map(|(blocks, format)| BlockSlot { format, blocks })
+                .collect(),
+            grad: FloatSlice::F32(&grad),
+            scalars: StepScalars::from(AdamScalars::new(1, 0.5, &AdamHyper::default(), 1.0)),
+            weight_decay: 0.0,
+        };
+        let result = AdamHyper::default().update_blocks(slices);
+        (result.map(|done| done.map_err(|e| e.to_string())), master)
+    };
+    let eight = [BlockFormat::Dynamic8, BlockFormat::PositiveDynamic8];
+
+    let (result, master) = update(eight, 512, 512, usize::MAX);
+    assert_eq!(result, Some(Ok(())));
+    assert!(master.iter().all(|weight| *weight < 1.0));
+    for (formats, n) in [
+        (eight, 500),
+        ([BlockFormat::Dynamic8, BlockFormat::PositiveLinear4], 512),
+    ] {
+        assert_eq!(update(formats, n, n, usize::MAX), (None, vec![1.0; n]));
+    }
+    for (master, bytes, what) in [
+        (
+            256,
+            usize::MAX,
+            "adam: weights: expected length 512, got 256",
+        ),
+        (
+            512,
+            260,
+            "adam: bytes of a moment: expected length 520, got 260",
+        ),
+    ] {
+        let (result, weights) = update(eight, 512, master, bytes);
+        assert_eq!(result, Some(Err(what.to_owned())));
+        assert_eq!(weights, vec![1.0; master]);
     }
 }

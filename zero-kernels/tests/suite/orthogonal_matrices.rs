@@ -297,7 +297,7 @@ fn arrays_of_other_phases_are_refused() {
             master,
             param_out: Some(FloatSliceMut::F32(param)),
         },
-        slots: vec![momentum],
+        slots: vec![momentum.as_mut_slice()],
         grad: FloatSlice::Bf16(&half),
         scalars: StepScalars::default(),
         weight_decay: 0.0,

@@ -12,6 +12,7 @@
 //! This is PyTorch's order (`torch.optim.AdamW`, `lerp`, `addcmul`, `addcdiv`), including its fused
 //! multiply-adds. Sources: Kingma & Ba, arXiv 1412.6980; Loshchilov & Hutter, arXiv 1711.05101.
 
+mod blocks;
 mod host;
 mod remainder;
 
@@ -19,7 +20,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::codec::{AverageCodecs, Codec};
 use crate::error::KernelError;
-use crate::host::update::{FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices, with_floats};
+use crate::host::update::{
+    BlockSlot, FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices, with_floats,
+};
 use crate::rule::{
     CudaKernel, SettingError, Slot, StepPoint, UpdateForm, UpdateRule, WeightsForm, entries,
     exactly, float_index,
@@ -235,6 +238,13 @@ impl UpdateRule for AdamHyper {
                 })
             }
         }
+    }
+
+    fn update_blocks(
+        &self,
+        slices: UpdateSlices<'_, BlockSlot<'_>>,
+    ) -> Option<Result<(), KernelError>> {
+        blocks::adam_blocks(self, slices)
     }
 
     fn cuda_kernel(&self, form: &UpdateForm, weight_decay: f64) -> Option<CudaKernel> {
