@@ -114,12 +114,12 @@ fn updates_of_blocks_refuse_others() {
         (
             256,
             usize::MAX,
-            "adam: weights: expected length 512, got 256",
+            "adam: weights: expected 512 elements, got 256",
         ),
         (
             512,
             260,
-            "adam: bytes of a moment: expected length 520, got 260",
+            "adam: bytes of a moment: expected 520 elements, got 260",
         ),
     ] {
         let (result, weights) = update(eight, 512, master, bytes);
