@@ -4,7 +4,8 @@
 //! `block_formats [ELEMS [THREADS [ROUNDS]]]`: by default 2^26 elements, 2 threads, 15 rounds. A
 //! round runs everything once, and a ratio is the median of those of the rounds, so that a slow
 //! minute of the machine is on both sides. Wall time by default; with `CPU_TIME=1` the time that
-//! the threads ran, for a machine where other programs run.
+//! the threads ran, for a machine where other programs run: of AdamW only, as the copy's threads
+//! end before they are counted.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
