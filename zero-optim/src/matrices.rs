@@ -5,12 +5,18 @@
 //! brings each parameter's directions to one rank, its **updater** ([`Updaters`]); that
 //! orthogonalises the matrices; and a second all-to-all takes the result back to the shards, to
 //! which it is applied element by element. Padding is in no matrix.
+//!
+//! With tensor parallelism a rank has a shard of a part of the parameters, and the updater joins
+//! the parts.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device};
-use zero_shard::{Layout, ParamId, ParamUpdater, Updaters};
+use zero_shard::{
+    Layout, ParamId, ParamPlacement, ParamSpec, ParamUpdater, TensorCut, TensorPart, TensorRun,
+    Updaters,
+};
 
 use crate::groups::Resolved;
 use crate::{OptimError, Segment};
@@ -115,15 +121,43 @@ impl Matrix {
 pub struct MatrixParam {
     /// The position of its rules in [`ParamGroups::rules`](crate::ParamGroups::rules).
     pub group: usize,
-    /// Its matrices: each element of the parameter is in one.
+    /// Its matrices: each element of the parameter, before it is cut, is in one.
     pub matrices: Vec<Matrix>,
+    /// The parameter before it is cut, and its cut. `None` if every part has all of it.
+    pub cut: Option<(ParamSpec, TensorCut)>,
+}
+
+impl MatrixParam {
+    /// The number of its elements before it is cut; `placed` is that of a part.
+    ///
+    /// # Errors
+    /// A part of it has another shape.
+    fn numel_elems(&self, part: TensorPart, placed: &ParamPlacement) -> Result<u64, OptimError> {
+        let Some((whole, cut)) = &self.cut else {
+            return Ok(placed.numel_elems);
+        };
+        let expected = part.shape(whole, *cut)?;
+        if expected != placed.shape {
+            return Err(OptimError::MatrixPart {
+                param: placed.name.clone(),
+                expected,
+                got: placed.shape.clone(),
+            });
+        }
+        Ok(whole.numel_elems()?)
+    }
+
+    fn is_cut(&self) -> bool {
+        matches!(self.cut, Some((_, TensorCut::Dim { .. })))
+    }
 }
 
 /// The matrices of a model on one of its ranks.
 #[derive(Clone, Debug)]
 pub struct Matrices {
-    pub(crate) rank: u64,
-    pub(crate) updaters: Updaters,
+    /// This rank in the exchange.
+    rank: u64,
+    updaters: Updaters,
     /// In the order of [`Updaters::waves`].
     params: Vec<MatrixParam>,
     /// The first element of each unit's flat parameter that this rank has.
@@ -133,43 +167,53 @@ pub struct Matrices {
 }
 
 impl Matrices {
-    /// The matrices of `layout` on `rank`: those of each parameter for which `matrices_of` returns
-    /// some. At stage 0 every rank has the state of all elements: `replicated`. `by_unit` is for
+    /// The matrices of `layout` on a rank with shard `shard` of `part` ([`TensorPart::whole`]
+    /// without tensor parallelism): those of each parameter for which `matrices_of` returns some. At
+    /// stage 0 every rank has the state of all elements of its part: `replicated`. `by_unit` is for
     /// [`ShardedOptimizer::enqueue_unit_update`](crate::ShardedOptimizer::enqueue_unit_update);
     /// updates of all units at once do better without, since ranks then have matrices of several
     /// units to share.
     ///
+    /// In the exchange ([`AllToAll`]) shards are in order, and of one shard the parts.
+    ///
     /// # Errors
-    /// The matrices of a parameter do not have its elements, each once.
+    /// The matrices of a parameter do not have its elements, each once, or its parts have another
+    /// shape than in the layout.
     pub fn new(
         layout: &Layout,
-        rank: u64,
+        (shard, part): (u64, TensorPart),
         replicated: bool,
         by_unit: bool,
         matrices_of: impl Fn(ParamId) -> Option<MatrixParam>,
     ) -> Result<Self, OptimError> {
         let mut params = Vec::new();
-        let mut costs = std::collections::HashMap::new();
+        let mut ids = std::collections::HashMap::new();
         for (id, placed) in layout.params() {
             let Some(param) = matrices_of(id).filter(|param| !param.matrices.is_empty()) else {
                 continue;
             };
-            if !are_all(&param.matrices, placed.numel_elems as usize) {
+            let elems = param.numel_elems(part, placed)? as usize;
+            if !are_all(&param.matrices, elems) {
+                let whole = param.cut.map(|(whole, _)| whole.shape);
                 return Err(OptimError::Matrices {
                     param: placed.name.clone(),
-                    shape: placed.shape.clone(),
+                    shape: whole.unwrap_or_else(|| placed.shape.clone()),
                     matrices: param.matrices,
                 });
             }
             let cost = param.matrices.iter().map(Matrix::cost);
-            costs.insert(id, cost.fold(0, u64::saturating_add));
+            ids.insert(id, (cost.fold(0, u64::saturating_add), param.is_cut()));
             params.push(param);
         }
-        let updaters = Updaters::new(layout, replicated, by_unit, |id| costs.get(&id).copied());
+        let parts = (part.ranks(), |id| {
+            ids.get(&id).is_some_and(|(_, is_cut)| *is_cut)
+        });
+        let cost = |id| ids.get(&id).map(|(cost, _)| *cost);
+        let updaters = Updaters::of_parts(layout, parts, replicated, by_unit, cost);
         let units = layout.units().iter();
         let held = units.map(|unit| match replicated {
             true => 0..unit.padded_elems,
-            false => unit.shard(rank),
+            false => unit.shard(shard),
         });
         let held: Vec<Range<u64>> = held.collect();
         let padding = layout.units().iter().zip(&held).map(|(unit, held)| {
@@ -179,7 +223,7 @@ impl Matrices {
                 .collect()
         });
         Ok(Self {
-            rank,
+            rank: shard * part.ranks() + part.rank(),
             updaters,
             params,
             padding: padding.collect(),
@@ -292,6 +336,8 @@ pub(crate) struct Wave<'a> {
 pub(crate) struct Part<'a> {
     pub(crate) param: &'a ParamUpdater,
     pub(crate) matrices: &'a MatrixParam,
+    /// The rank for which it is in the buffer.
+    rank: u64,
     /// Its elements of the parameter.
     pub(crate) elems: Range<usize>,
     /// Its first element in the buffer.
@@ -299,9 +345,22 @@ pub(crate) struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// Its elements of the buffer.
-    pub(crate) fn in_buffer(&self) -> Range<usize> {
-        self.at..self.at + self.elems.len()
+    /// Its elements of the buffer, each range with that of the whole parameter; `None` for padding.
+    /// They are of the part that the buffer's rank has.
+    pub(crate) fn runs(&self) -> Result<Vec<(Range<usize>, Option<Range<usize>>)>, OptimError> {
+        let Range { start, end } = self.elems;
+        let Some((whole, cut)) = &self.matrices.cut else {
+            return Ok(vec![(self.at..self.at + end - start, Some(start..end))]);
+        };
+        let part = self.param.part_of(self.rank);
+        let runs = part.runs(whole, *cut, start as u64..end as u64)?;
+        let elems = |range: Range<u64>| range.start as usize..range.end as usize;
+        let place = |run: TensorRun| {
+            let in_part = elems(run.in_part);
+            let in_buffer = self.at + in_part.start - start..self.at + in_part.end - start;
+            (in_buffer, run.in_whole.map(elems))
+        };
+        Ok(runs.map(place).collect())
     }
 }
 
@@ -336,6 +395,7 @@ impl<'a> Wave<'a> {
                 parts.push(Part {
                     param,
                     matrices,
+                    rank,
                     at: at - elems.len(),
                     elems,
                 });
@@ -373,7 +433,7 @@ impl<'a> Wave<'a> {
     pub(crate) fn own(&self) -> Buffer<'a> {
         let own = self.matrices.rank;
         self.buffer(|param, rank| match rank == own {
-            true => of_updater(param, own, 0..param.numel_elems()),
+            true => of_updater(param, own, 0..param.joined_elems()),
             false => 0..0,
         })
     }

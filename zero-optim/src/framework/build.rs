@@ -14,7 +14,8 @@ use zero_comm::{
 };
 use zero_kernels::UpdateRule;
 use zero_shard::{
-    Layout, LayoutOptions, ParamId, ParamPlacement, ParamSpec, UnitLayout, UnitSpec, ZeroStage,
+    Layout, LayoutOptions, ParamId, ParamPlacement, ParamSpec, TensorPart, UnitLayout, UnitSpec,
+    ZeroStage,
 };
 
 use crate::{
@@ -366,11 +367,16 @@ impl<D: Device> Builder<D> {
             of_rank.update_of(group, &own).matrix_rule()?;
             let param = &layout.units()[id.unit].params[id.param];
             let matrices = matrices_of(&param.name, &param.shape);
-            Some(MatrixParam { group, matrices })
+            Some(MatrixParam {
+                group,
+                matrices,
+                cut: None,
+            })
         };
         let by_unit = false;
         let replicated = !stage.shards_optimizer();
-        let matrices = Matrices::new(&layout, rank.id(), replicated, by_unit, matrices_of)?;
+        let place = (rank.id(), TensorPart::whole());
+        let matrices = Matrices::new(&layout, place, replicated, by_unit, matrices_of)?;
         let optim = ShardedOptimizer::builder(&rank.pool, Arc::clone(&rank.kernels), &rank.compute)
             .config(config)
             .param_dtype(dtype)

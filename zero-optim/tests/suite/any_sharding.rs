@@ -18,7 +18,7 @@ use zero_optim::{
     Moments, OptimError, OptimizerConfig, ParamGroups, RankStats, Segment, ShardedOptimizer,
     StateFormat, StateHome, StateKind, StateRange, UnitSlices,
 };
-use zero_shard::{Layout, LayoutOptions, ParamId, ParamSpec, UnitSpec};
+use zero_shard::{Layout, LayoutOptions, ParamId, ParamSpec, TensorPart, UnitSpec};
 
 use super::common::{Buffer, Host, LIMIT, Random, bits, cases};
 
@@ -101,7 +101,8 @@ impl Model {
         let builder = match self.muon {
             Some(_) => {
                 let of = |id: ParamId| (group_of(id) == 1).then(|| matrices(&layout, id));
-                let matrices = Matrices::new(&layout, rank, place.whole, false, of)?;
+                let matrices =
+                    Matrices::new(&layout, (rank, TensorPart::whole()), place.whole, false, of)?;
                 let exchanges = host.pool.device().create_stream("exchanges")?;
                 let exchange = CommExchange::new(Arc::new(comm), exchanges);
                 builder.matrices(matrices, Arc::new(exchange))
@@ -248,7 +249,11 @@ fn matrices(layout: &Layout, id: ParamId) -> MatrixParam {
         1 => vec![conv],
         _ => conv.split(&[cols / 2, cols - cols / 2]),
     };
-    MatrixParam { group: 1, matrices }
+    MatrixParam {
+        group: 1,
+        matrices,
+        cut: None,
+    }
 }
 
 fn slices(params: &mut [Buffer]) -> Vec<[(AnySlice, usize); 1]> {

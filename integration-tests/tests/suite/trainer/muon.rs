@@ -15,6 +15,7 @@ use zero_trainer::param_groups::{GroupRule, ParamGroup, ParamKind};
 use super::identical::all_same;
 use super::resume::{continued, same_without_a_stop};
 use super::support::{Case, groups_of, home_at, homes, parts};
+use super::ulysses::{close, linear};
 
 const ORACLES: [Oracle; 3] = [GPT2, LLAMA, QWEN2];
 
@@ -276,9 +277,43 @@ fn groups_choose_the_rule() {
     assert!(text.contains(expected), "{text}");
 }
 
+/// As near to whole parameters as AdamW's, with the same bits at all stages.
 #[test]
-fn tensor_parallelism_is_refused() {
-    let text = muon_case(LLAMA).with(|case| case.mesh = parts(2)).refusal();
-    let expected = "Muon sees whole matrices, and tensor parallelism cuts them: use one of the two";
-    assert!(text.contains(expected), "{text}");
+fn parts_of_matrices_are_joined() {
+    for (oracle, data_ranks, ranks) in [
+        (LLAMA, 1, 2),
+        (LLAMA, 2, 2),
+        (QWEN2, 1, 2),
+        (QWEN2, 2, 4),
+        (GPT2, 1, 4),
+        (GPT2, 2, 2),
+    ] {
+        for adjust in [MatrixScale::Original, MatrixScale::MatchRmsAdamw] {
+            let rule = Muon {
+                adjust,
+                ..Muon::default()
+            };
+            let whole = muon_case(oracle).with(|case| {
+                case.ranks = data_ranks;
+                case.steps = 2;
+                case.micro_batch = 2;
+                case.optimizer = linear();
+                case.muon = Some((rule, 0.02));
+            });
+            let cut = whole.with(|case| {
+                case.ranks *= ranks;
+                case.mesh = parts(ranks);
+            });
+            let got = all_same((0..4).map(|stage| cut.with(|case| case.stage = stage)));
+            let want = whole.run_tiny();
+            for (g, w) in got.steps.iter().zip(&want.steps) {
+                eprintln!(
+                    "{oracle:?} {data_ranks}x{ranks} {adjust:?} {} {:e}",
+                    g.step,
+                    (g.loss - w.loss).abs() / w.loss
+                );
+            }
+            close(&got, &want, 1e-6, &format!("{cut:?}"));
+        }
+    }
 }

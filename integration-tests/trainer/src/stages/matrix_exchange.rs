@@ -6,7 +6,7 @@ use std::time::Duration;
 use zero_alloc::device::{AnySlice, Device, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_optim::{AllToAll, CommExchange, Matrices, MatrixParam, OptimError};
-use zero_shard::ParamId;
+use zero_shard::{ParamId, TensorPart};
 
 use crate::error::TrainError;
 use crate::rank::Rank;
@@ -28,10 +28,20 @@ impl<D: Device> Rank<D> {
         let of = |id: ParamId| {
             let group = self.groups.group_with_matrices(id)?;
             let param = &layout.units()[id.unit].params[id.param];
-            let matrices = (self.settings.muon.matrices_of)(&param.name, &param.shape);
-            Some(MatrixParam { group, matrices })
+            let cut = self.tensor.as_ref();
+            let cut = cut.and_then(|tensor| tensor.param(&param.name)).cloned();
+            let shape = cut.as_ref().map_or(&param.shape, |(whole, _)| &whole.shape);
+            Some(MatrixParam {
+                group,
+                matrices: (self.settings.muon.matrices_of)(&param.name, shape),
+                cut,
+            })
         };
-        let matrices = Matrices::new(layout, shard, replicated, by_unit, of)?;
+        let part = match &self.tensor {
+            Some(tensor) => tensor.part(self.tensor_rank())?,
+            None => TensorPart::whole(),
+        };
+        let matrices = Matrices::new(layout, (shard, part), replicated, by_unit, of)?;
         let stream = match self.settings.overlap {
             true => {
                 let name = format!("rank {} matrices", self.comm.rank());
