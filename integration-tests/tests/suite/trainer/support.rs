@@ -259,7 +259,7 @@ impl Outcome {
     pub(crate) fn state(&self) -> BTreeMap<String, Vec<u32>> {
         let reader = Reader::open(self.dir.path()).unwrap();
         let mut all = BTreeMap::new();
-        for state in ["master", "first_moment", "second_moment"] {
+        for state in reader.manifest().states.iter().map(|state| &state.name) {
             for param in reader.params() {
                 let mut values = vec![0.0; param.numel_elems as usize];
                 reader
