@@ -345,22 +345,23 @@ pub(crate) struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// Its elements of the buffer, each range with that of the whole parameter; `None` for padding.
-    /// They are of the part that the buffer's rank has.
-    pub(crate) fn runs(&self) -> Result<Vec<(Range<usize>, Option<Range<usize>>)>, OptimError> {
-        let Range { start, end } = self.elems;
+    /// Its elements, which are of the part that the buffer's rank has, in the whole parameter.
+    pub(crate) fn runs(&self) -> Result<Vec<TensorRun>, OptimError> {
+        let elems = self.elems.start as u64..self.elems.end as u64;
         let Some((whole, cut)) = &self.matrices.cut else {
-            return Ok(vec![(self.at..self.at + end - start, Some(start..end))]);
+            return Ok(vec![TensorRun {
+                in_part: elems.clone(),
+                in_whole: Some(elems),
+            }]);
         };
         let part = self.param.part_of(self.rank);
-        let runs = part.runs(whole, *cut, start as u64..end as u64)?;
-        let elems = |range: Range<u64>| range.start as usize..range.end as usize;
-        let place = |run: TensorRun| {
-            let in_part = elems(run.in_part);
-            let in_buffer = self.at + in_part.start - start..self.at + in_part.end - start;
-            (in_buffer, run.in_whole.map(elems))
-        };
-        Ok(runs.map(place).collect())
+        Ok(part.runs(whole, *cut, elems)?.collect())
+    }
+
+    /// The place of some of its elements in the buffer.
+    pub(crate) fn in_buffer(&self, elems: Range<u64>) -> Range<usize> {
+        let at = |elem: u64| self.at + elem as usize - self.elems.start;
+        at(elems.start)..at(elems.end)
     }
 }
 

@@ -270,10 +270,11 @@ impl<D: Device> ShardedOptimizer<D> {
             let Some(of_own) = all.find(|own| own.param.id == part.param.id) else {
                 continue;
             };
-            for (in_buffer, in_whole) in part.runs()? {
-                let in_parts = parts.slice(in_buffer);
-                let in_whole = in_whole
-                    .map(|elems| whole.slice(of_own.at + elems.start..of_own.at + elems.end));
+            for run in part.runs()? {
+                let in_parts = parts.slice(part.in_buffer(run.in_part));
+                let in_whole = run
+                    .in_whole
+                    .map(|elems| whole.slice(of_own.in_buffer(elems)));
                 match in_whole {
                     Some(in_whole) if to_whole => self.device.copy(stream, in_parts, in_whole)?,
                     Some(in_whole) => self.device.copy(stream, in_whole, in_parts)?,

@@ -568,3 +568,35 @@ fn parts_of_blocks_are_read_but_not_written() {
         assert_eq!(one.read(kind, 0, 127..257)[1..129], [1.0; 128]);
     }
 }
+
+#[test]
+fn parts_have_the_layouts_shapes() {
+    let layout = Layout::new(
+        &[UnitSpec::new("unit", [ParamSpec::new("a", [4, 6])])],
+        1,
+        1,
+    );
+    let of = |dim, whole: [u64; 2]| {
+        let part = TensorPart::new(1, 2).unwrap();
+        let cut = Some((
+            ParamSpec::new("a", whole),
+            TensorCut::Dim { dim, blocks: 1 },
+        ));
+        let matrices = vec![Matrix::linear(whole[0] as usize, whole[1] as usize)];
+        let param = MatrixParam {
+            group: 0,
+            matrices,
+            cut,
+        };
+        let all = |_| Some(param.clone());
+        let matrices = Matrices::new(layout.as_ref().unwrap(), (0, part), false, false, all);
+        matrices.err().map(|error| error.to_string())
+    };
+    assert_eq!(of(0, [8, 6]), None);
+    assert_eq!(of(1, [4, 11]), None);
+    let expected = "a: its cut leaves a part of shape [8, 3], and the layout has [4, 6]; make the layout of the \
+                    units of TensorPart::unit";
+    assert_eq!(of(1, [8, 6]).as_deref(), Some(expected));
+    let expected = "\"a\" cannot be cut along dimension 2: it has 2 dimensions";
+    assert_eq!(of(2, [8, 6]).as_deref(), Some(expected));
+}

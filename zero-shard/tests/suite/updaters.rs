@@ -29,8 +29,8 @@ proptest! {
         unit_waves: bool,
     ) {
         let cost = |id| every_second(&layout, id);
-        let cut = (parts, |id: ParamId| id.param % 3 == 0);
-        let whole = Updaters::of_parts(&layout, cut, replicated, unit_waves, cost);
+        let is_cut = |id: ParamId| id.param.is_multiple_of(3);
+        let whole = Updaters::of_parts(&layout, (parts, is_cut), replicated, unit_waves, cost);
         let ranks = layout.world_size() * parts;
         prop_assert_eq!(whole.world_size(), ranks);
         let mut sent = vec![0; ranks as usize];
@@ -56,7 +56,7 @@ proptest! {
                 }
             }
             prop_assert!(givers.iter().all(|of_elem| of_elem.len() == 1), "{:?}", givers);
-            let joined = if param.id.param % 3 == 0 { parts } else { 1 };
+            let joined = if is_cut(param.id) { parts } else { 1 };
             prop_assert_eq!(param.joined_elems(), joined * param.numel_elems());
         }
         for rank in 0..ranks {
