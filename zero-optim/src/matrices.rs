@@ -157,6 +157,8 @@ impl MatrixParam {
 pub struct Matrices {
     /// This rank in the exchange.
     rank: u64,
+    /// Whether each unit is updated alone.
+    by_unit: bool,
     updaters: Updaters,
     /// In the order of [`Updaters::waves`].
     params: Vec<MatrixParam>,
@@ -224,6 +226,7 @@ impl Matrices {
         });
         Ok(Self {
             rank: shard * part.ranks() + part.rank(),
+            by_unit,
             updaters,
             params,
             padding: padding.collect(),
@@ -268,6 +271,29 @@ impl Matrices {
         &self.updaters
     }
 
+    /// The most elements, in fp32, of buffers that `rank` of the exchange has at once in updates;
+    /// `scratch_elems` is [`Kernels::orthogonalise_scratch_elems`] of rows and columns.
+    ///
+    /// [`Kernels::orthogonalise_scratch_elems`]: zero_kernels::Kernels::orthogonalise_scratch_elems
+    pub fn buffer_elems(&self, rank: u64, scratch_elems: impl Fn(usize, usize) -> usize) -> u64 {
+        let waves = self.waves().map(|wave| wave.buffers(rank, &scratch_elems));
+        let waves: Vec<WaveBuffers> = waves.collect();
+        let none = WaveBuffers::default();
+        let most = |waves: &[WaveBuffers]| {
+            let in_order = [&[none; 2], waves, &[none]].concat();
+            let at_once = in_order.windows(3).map(|of| {
+                let [returning, sent, next] = [of[0], of[1], of[2]];
+                let while_sent = sent.sent + next.sent;
+                while_sent + returning.returning.max(sent.middle)
+            });
+            at_once.max().unwrap_or(0)
+        };
+        match self.by_unit {
+            true => waves.chunks(1).map(most).max().unwrap_or(0),
+            false => most(&waves),
+        }
+    }
+
     /// The waves of updates.
     pub(crate) fn waves(&self) -> impl Iterator<Item = Wave<'_>> {
         let mut rest = &self.params[..];
@@ -282,26 +308,24 @@ impl Matrices {
     }
 }
 
-/// Whether each of `elems` elements is in one of the matrices.
+/// Whether each of `elems` elements is in one of the matrices, and once.
 fn are_all(matrices: &[Matrix], elems: usize) -> bool {
-    if let [matrix] = matrices
-        && matrix.row_stride == matrix.cols
-    {
-        return matrix.range() == (0..elems);
+    let mut rows = Vec::new();
+    for matrix in matrices.iter().filter(|matrix| matrix.cols > 0) {
+        for row in 0..matrix.rows {
+            let start = row.checked_mul(matrix.row_stride);
+            let start = start.and_then(|start| start.checked_add(matrix.first));
+            match start.filter(|_| rows.len() < elems) {
+                Some(start) => rows.push((start, matrix.cols)),
+                None => return false,
+            }
+        }
     }
-    let mut free = vec![true; elems];
-    let in_one = |matrix: &Matrix| {
-        let rows = (0..matrix.rows).map(|row| {
-            let start = row.checked_mul(matrix.row_stride)?;
-            let start = start.checked_add(matrix.first)?;
-            Some(start..start.checked_add(matrix.cols)?)
-        });
-        rows.into_iter().all(|row| {
-            let of_row = row.and_then(|row| free.get_mut(row));
-            of_row.is_some_and(|row| row.iter_mut().all(std::mem::take))
-        })
-    };
-    matrices.iter().all(in_one) && !free.contains(&true)
+    rows.sort_unstable();
+    let end = rows.into_iter().try_fold(0_usize, |end, (start, cols)| {
+        end.checked_add(cols).filter(|_| start == end)
+    });
+    end == Some(elems)
 }
 
 /// Checks that of each unit's elements with rules that see matrices at most `allowed` exist.
@@ -324,6 +348,17 @@ pub(crate) fn check_elements(
         }
     }
     Ok(())
+}
+
+/// Elements of a wave's buffers; see `matrix_update.rs`.
+#[derive(Clone, Copy, Default)]
+struct WaveBuffers {
+    /// Held and received.
+    sent: u64,
+    /// While its matrices are computed, beside those.
+    middle: u64,
+    /// Held and returned.
+    returning: u64,
 }
 
 /// Parameters whose updates are exchanged together.
@@ -437,6 +472,38 @@ impl<'a> Wave<'a> {
             true => of_updater(param, own, 0..param.joined_elems()),
             false => 0..0,
         })
+    }
+
+    fn buffers(&self, rank: u64, scratch_elems: impl Fn(usize, usize) -> usize) -> WaveBuffers {
+        let len = |Range { start, end }: Range<u64>| end - start;
+        let held: u64 = self
+            .params
+            .iter()
+            .map(|(param, _)| len(param.held(rank)))
+            .sum();
+        let [mut received, mut returned, mut whole, mut scratch] = [0; 4];
+        for (param, matrices) in self
+            .params
+            .iter()
+            .filter(|(param, _)| param.updater == rank)
+        {
+            for other in 0..self.matrices.updaters.world_size() {
+                received += len(param.given(other));
+                returned += len(param.held(other));
+            }
+            whole += param.joined_elems();
+            let of = matrices
+                .matrices
+                .iter()
+                .map(|m| scratch_elems(m.rows, m.cols) as u64);
+            scratch = of.fold(scratch, u64::max);
+        }
+        let of_copies = if returned == received { 0 } else { returned };
+        WaveBuffers {
+            sent: held + received,
+            middle: whole + scratch + of_copies,
+            returning: held + returned,
+        }
     }
 
     /// The elements of a part in this rank's segment of the unit.

@@ -11,14 +11,15 @@ use zero_alloc::host::HostDevice;
 use zero_kernels::{AdamHyper, MatrixScale, Muon};
 use zero_models::matrices_of;
 use zero_optim::{Masters, Matrix, Moments, OptimizerConfig, StateFormat};
-use zero_shard::{Layout, ParamId, ParamSpec, Sharding, TensorCut, TensorPart, Updaters};
+use zero_shard::{ParamId, Sharding, TensorCut, Updaters};
 use zero_trainer::param_groups::{GroupRule, ParamGroup, ParamKind};
-use zero_trainer::{Home, MeshSettings, Workload};
+use zero_trainer::{Home, MeshSettings, Workload, device_steps};
 
 use super::identical::all_same;
 use super::resume::{continued, same_without_a_stop};
 use super::support::{Case, groups_of, home_at, homes, parts};
 use super::ulysses::{close, linear};
+use super::volumes::planned_on;
 
 const ORACLES: [Oracle; 3] = [GPT2, LLAMA, QWEN2];
 
@@ -257,14 +258,7 @@ fn memory_and_traffic_are_the_formulas() {
             let workload: &dyn Workload<HostDevice> = &case.tiny();
             let outcome = case.run(workload);
             let settings = &outcome.settings;
-            let cut_of = |param: &ParamSpec| workload.tensor_cut(param);
-            let part = TensorPart::new(0, ranks as u64).unwrap();
-            let whole = workload.units();
-            let units = whole.iter().map(|unit| part.unit(unit, cut_of).unwrap());
-            let units: Vec<_> = units.collect();
-            let options = settings.layout_options();
-            let layout = Layout::with_options(&units, data_ranks as u64, options).unwrap();
-
+            let layout = case.part_layout(workload);
             let groups = settings.resolve_groups(&layout).unwrap();
             let held = groups.state_bytes(&layout, settings.stage, &settings.widths());
             let last = outcome.summaries.iter().map(|s| s.last.as_ref().unwrap());
@@ -272,6 +266,7 @@ fn memory_and_traffic_are_the_formulas() {
             assert_eq!(most, Some(held.unwrap().optimizer_bytes), "{case:?}");
 
             // Costs are those of whole matrices.
+            let whole = workload.units();
             let whole = whole.iter().flat_map(|unit| &unit.params);
             let whole: HashMap<_, _> = whole.map(|param| (&param.name, param)).collect();
             let of = |id: ParamId| whole[&layout.units()[id.unit].params[id.param].name];
@@ -281,7 +276,7 @@ fn memory_and_traffic_are_the_formulas() {
                 let cost = |m: &Matrix| (m.rows * m.cols * m.rows.min(m.cols)) as u64;
                 (!matrices.is_empty()).then(|| matrices.iter().map(cost).sum())
             };
-            let is_cut = |id| cut_of(of(id)) != TensorCut::Replicated;
+            let is_cut = |id| workload.tensor_cut(of(id)) != TensorCut::Replicated;
             let parts = (ranks as u64, is_cut);
             let updaters = Updaters::of_parts(&layout, parts, stage == 0, false, cost);
             for (rank, last) in last.enumerate() {
@@ -289,6 +284,47 @@ fn memory_and_traffic_are_the_formulas() {
                 assert_eq!(last.comm_bytes.all_to_all, sent, "{case:?}");
                 assert!(sent > 0);
             }
+        }
+    }
+}
+
+/// The most that a rank has at once, with the buffers of updates.
+#[test]
+fn peak_is_known_before_the_run() {
+    for (oracle, stage) in ORACLES
+        .into_iter()
+        .flat_map(|of| [0, 1, 2, 3].map(|n| (of, n)))
+    {
+        for (data_ranks, ranks, home) in [
+            (1, 1, Home::Device),
+            (3, 1, Home::Device),
+            (3, 1, Home::Host),
+            (2, 2, Home::Device),
+        ] {
+            let case = muon_case(oracle).with(|case| {
+                case.ranks = data_ranks * ranks;
+                case.mesh = parts(ranks);
+                case.stage = stage;
+                case.steps = 2;
+                case.offload = home_at(stage, &home);
+            });
+            let workload = case.tiny();
+            let outcome = case.run(&workload);
+            let layout = case.part_layout(&workload);
+            let planned = planned_on(&workload, &outcome, &layout);
+            // The plan counts decisions on the device, also where the host decides.
+            let groups = outcome.settings.resolve_groups(&layout).unwrap();
+            let decisions = match case.offload.updates_on_host() {
+                true => device_steps(case.ranks).bytes(groups.rate_sets(&case.optimizer)) as u64,
+                false => 0,
+            };
+            let last = outcome.summaries.iter().map(|s| s.last.as_ref().unwrap());
+            let peak = last.map(|last| last.memory.peak_bytes).max().unwrap();
+            assert!(
+                (planned.total() - decisions).abs_diff(peak) < 8 << 10,
+                "{case:?}: {peak} bytes, planned {planned:?}"
+            );
+            assert!(planned.matrices > 0, "{case:?}");
         }
     }
 }

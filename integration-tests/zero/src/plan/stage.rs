@@ -5,8 +5,9 @@ use std::num::NonZero;
 
 use serde::Serialize;
 use zero_shard::{
-    ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, Routing,
-    ShardError, Sharding, StateBytes, StepTraffic, Tier, UnitLayout, ZeroStage,
+    ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, ParamSpec,
+    Placement, Routing, ShardError, Sharding, StateBytes, StepTraffic, TensorCut, Tier, UnitLayout,
+    ZeroStage,
 };
 
 use super::request::PlanRequest;
@@ -559,7 +560,17 @@ fn on_cores(request: &PlanRequest, settings: &Settings, layout: &Layout) -> Opti
     if request.run.bucket_capacity_elems == usize::MAX {
         settings.bucket_capacity_elems = BUCKET_ELEMS.max(request.machine.gpus as usize);
     }
-    RankBytes::new(&settings, layout, &request.model.passes, activations, true)
+    let config = request.model.config.as_ref();
+    let cut_of =
+        |param: &ParamSpec| config.map_or(TensorCut::Replicated, |of| of.tensor_cut(param));
+    RankBytes::new(
+        &settings,
+        layout,
+        &request.model.passes,
+        activations,
+        true,
+        cut_of,
+    )
 }
 
 /// The memory of a process with all ranks.
