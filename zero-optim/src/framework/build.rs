@@ -364,7 +364,8 @@ impl<D: Device> Builder<D> {
         let own = rule.clone().unwrap_or_else(|| config.rule());
         let matrices_of = |id: ParamId| {
             let group = groups.of(id);
-            of_rank.update_of(group, &own).matrix_rule()?;
+            let rule = of_rank.update_of(group, &own).matrix_rule();
+            rule.filter(|_| groups.rules_of(id).trainable)?;
             let param = &layout.units()[id.unit].params[id.param];
             let matrices = matrices_of(&param.name, &param.shape);
             Some(MatrixParam {
@@ -373,6 +374,12 @@ impl<D: Device> Builder<D> {
                 cut: None,
             })
         };
+        let rule_of = |(id, placed): (ParamId, &ParamPlacement)| {
+            let trained = groups.rules_of(id).trainable;
+            let rule = of_rank.update_of(groups.of(id), &own).name();
+            trained.then(|| (placed.name.clone(), rule.to_owned()))
+        };
+        let update_rules = layout.params().filter_map(rule_of).collect();
         let by_unit = false;
         let replicated = !stage.shards_optimizer();
         let place = (rank.id(), TensorPart::whole());
@@ -452,6 +459,7 @@ impl<D: Device> Builder<D> {
                 params,
                 gradients,
                 optim,
+                update_rules,
                 steps: 0,
                 state: serde_json::Value::Null,
                 model_config: serde_json::Value::Null,
