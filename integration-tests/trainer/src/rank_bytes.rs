@@ -10,12 +10,12 @@ use serde::Serialize;
 use zero_alloc::device::DType;
 use zero_comm::{PlannedStep, plan_step};
 use zero_kernels::host::orthogonalise_scratch_elems;
+use zero_optim::Matrices;
 use zero_shard::{GridLayout, Layout, ParamPlacement, ParamSpec, TensorCut, TensorPart, Tier};
 
 use crate::error::TrainError;
 use crate::model::Pass;
 use crate::offload::settings::OffloadSettings;
-use crate::param_groups::ModelGroups;
 use crate::rank::uses;
 use crate::settings::Settings;
 use crate::stages::matrix_exchange;
@@ -107,13 +107,12 @@ impl RankBytes {
                 .checked_add(encoded)?,
             gathered,
             workspace,
-            matrices: matrices(settings, &layouts, &groups, cut_of)?.saturating_sub(match settings
-                .offload
-                .updates_on_host()
-            {
-                true => 0,
-                false => gathered,
-            }),
+            matrices: matrices(settings, &layouts, cut_of)?.saturating_sub(
+                match settings.offload.updates_on_host() {
+                    true => 0,
+                    false => gathered,
+                },
+            ),
             transfers: transfers(settings, layout)?,
             staging: staging(settings, layout, saves)?,
         })
@@ -252,15 +251,19 @@ fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
     pieces.checked_add(shards)?.checked_add(grads)
 }
 
-/// Buffers of the update of matrices on the rank that has the most.
-fn matrices(
+/// The matrices of the first rank, if Muon updates some, before a run. `cut_of` returns how tensor
+/// parallelism cuts a parameter.
+///
+/// # Errors
+/// A rule of tensors has no match, or the matrices are not all of their tensors.
+pub fn planned_matrices(
     settings: &Settings,
     layouts: &GridLayout,
-    groups: &ModelGroups,
     cut_of: impl Fn(&ParamSpec) -> TensorCut,
-) -> Option<u64> {
+) -> Result<Option<Matrices>, TrainError> {
+    let groups = settings.resolve_groups(layouts.parts())?;
     if !groups.has_matrices() {
-        return Some(0);
+        return Ok(None);
     }
     let parts = settings.mesh.tensor_ranks.unwrap_or(1) as u64;
     // The ranks divide the matrices that they cut.
@@ -272,8 +275,19 @@ fn matrices(
         }
         Some((whole, cut))
     };
-    let first = (0, TensorPart::new(0, parts).ok()?);
-    let matrices = matrix_exchange::matrices(settings, groups, layouts, first, whole_of).ok()?;
+    let first = (0, TensorPart::new(0, parts)?);
+    matrix_exchange::matrices(settings, &groups, layouts, first, whole_of).map(Some)
+}
+
+/// Buffers of the update of matrices on the rank that has the most.
+fn matrices(
+    settings: &Settings,
+    layouts: &GridLayout,
+    cut_of: impl Fn(&ParamSpec) -> TensorCut,
+) -> Option<u64> {
+    let Some(matrices) = planned_matrices(settings, layouts, cut_of).ok()? else {
+        return Some(0);
+    };
     let ranks = 0..matrices.updaters().world_size();
     let elems = ranks.map(|rank| matrices.buffer_elems(rank, orthogonalise_scratch_elems));
     elems.max()?.checked_mul(size_of::<f32>() as u64)
