@@ -153,7 +153,7 @@ fn resume_keeps_the_update_rules() {
     }
     let frozen = |builder: Builder<Host>| {
         let [rules, frozen] = [GroupRules::default(), GroupRules::frozen()];
-        builder.groups(vec![rules.clone(), rules, frozen], |name| match name {
+        builder.groups(vec![rules, rules, frozen], |name| match name {
             "y.up" => 2,
             _ => is_matrix(name).into(),
         })
