@@ -244,6 +244,18 @@ pub enum OptimError {
         shape: Vec<u64>,
         matrices: Vec<crate::Matrix>,
     },
+    /// A part of a parameter that is not cut from it as the layout's.
+    #[error(
+        "{param}: its cut leaves a part of shape {expected:?}, and the layout has {got:?}; make the layout of the units of TensorPart::unit"
+    )]
+    MatrixPart {
+        param: String,
+        expected: Vec<u64>,
+        got: Vec<u64>,
+    },
+    /// The cut of a parameter of matrices.
+    #[error(transparent)]
+    Cut(#[from] zero_shard::ShardError),
     /// A unit's update without other units of its wave.
     #[error(
         "matrices of unit {unit} are exchanged with those of other units: update all units at once, or make the matrices unit by unit"

@@ -5,12 +5,18 @@
 //! brings each parameter's directions to one rank, its **updater** ([`Updaters`]); that
 //! orthogonalises the matrices; and a second all-to-all takes the result back to the shards, to
 //! which it is applied element by element. Padding is in no matrix.
+//!
+//! With tensor parallelism a rank has a shard of a part of the parameters, and the updater joins
+//! the parts.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device};
-use zero_shard::{Layout, ParamId, ParamUpdater, Updaters};
+use zero_shard::{
+    Layout, ParamId, ParamPlacement, ParamSpec, ParamUpdater, TensorCut, TensorPart, TensorRun,
+    Updaters,
+};
 
 use crate::groups::Resolved;
 use crate::{OptimError, Segment};
@@ -115,15 +121,45 @@ impl Matrix {
 pub struct MatrixParam {
     /// The position of its rules in [`ParamGroups::rules`](crate::ParamGroups::rules).
     pub group: usize,
-    /// Its matrices: each element of the parameter is in one.
+    /// Its matrices: each element of the parameter, before it is cut, is in one.
     pub matrices: Vec<Matrix>,
+    /// The parameter before it is cut, and its cut. `None` if every part has all of it.
+    pub cut: Option<(ParamSpec, TensorCut)>,
+}
+
+impl MatrixParam {
+    /// The number of its elements before it is cut; `placed` is that of a part.
+    ///
+    /// # Errors
+    /// A part of it has another shape.
+    fn numel_elems(&self, part: TensorPart, placed: &ParamPlacement) -> Result<u64, OptimError> {
+        let Some((whole, cut)) = &self.cut else {
+            return Ok(placed.numel_elems);
+        };
+        let expected = part.shape(whole, *cut)?;
+        if expected != placed.shape {
+            return Err(OptimError::MatrixPart {
+                param: placed.name.clone(),
+                expected,
+                got: placed.shape.clone(),
+            });
+        }
+        Ok(whole.numel_elems()?)
+    }
+
+    fn is_cut(&self) -> bool {
+        matches!(self.cut, Some((_, TensorCut::Dim { .. })))
+    }
 }
 
 /// The matrices of a model on one of its ranks.
 #[derive(Clone, Debug)]
 pub struct Matrices {
-    pub(crate) rank: u64,
-    pub(crate) updaters: Updaters,
+    /// This rank in the exchange.
+    rank: u64,
+    /// Whether each unit is updated alone.
+    by_unit: bool,
+    updaters: Updaters,
     /// In the order of [`Updaters::waves`].
     params: Vec<MatrixParam>,
     /// The first element of each unit's flat parameter that this rank has.
@@ -133,43 +169,53 @@ pub struct Matrices {
 }
 
 impl Matrices {
-    /// The matrices of `layout` on `rank`: those of each parameter for which `matrices_of` returns
-    /// some. At stage 0 every rank has the state of all elements: `replicated`. `by_unit` is for
+    /// The matrices of `layout` on a rank with shard `shard` of `part` ([`TensorPart::whole`]
+    /// without tensor parallelism): those of each parameter for which `matrices_of` returns some. At
+    /// stage 0 every rank has the state of all elements of its part: `replicated`. `by_unit` is for
     /// [`ShardedOptimizer::enqueue_unit_update`](crate::ShardedOptimizer::enqueue_unit_update);
     /// updates of all units at once do better without, since ranks then have matrices of several
     /// units to share.
     ///
+    /// In the exchange ([`AllToAll`]) shards are in order, and of one shard the parts.
+    ///
     /// # Errors
-    /// The matrices of a parameter do not have its elements, each once.
+    /// The matrices of a parameter do not have its elements, each once, or its parts have another
+    /// shape than in the layout.
     pub fn new(
         layout: &Layout,
-        rank: u64,
+        (shard, part): (u64, TensorPart),
         replicated: bool,
         by_unit: bool,
         matrices_of: impl Fn(ParamId) -> Option<MatrixParam>,
     ) -> Result<Self, OptimError> {
         let mut params = Vec::new();
-        let mut costs = std::collections::HashMap::new();
+        let mut ids = std::collections::HashMap::new();
         for (id, placed) in layout.params() {
             let Some(param) = matrices_of(id).filter(|param| !param.matrices.is_empty()) else {
                 continue;
             };
-            if !are_all(&param.matrices, placed.numel_elems as usize) {
+            let elems = param.numel_elems(part, placed)? as usize;
+            if !are_all(&param.matrices, elems) {
+                let whole = param.cut.map(|(whole, _)| whole.shape);
                 return Err(OptimError::Matrices {
                     param: placed.name.clone(),
-                    shape: placed.shape.clone(),
+                    shape: whole.unwrap_or_else(|| placed.shape.clone()),
                     matrices: param.matrices,
                 });
             }
             let cost = param.matrices.iter().map(Matrix::cost);
-            costs.insert(id, cost.fold(0, u64::saturating_add));
+            ids.insert(id, (cost.fold(0, u64::saturating_add), param.is_cut()));
             params.push(param);
         }
-        let updaters = Updaters::new(layout, replicated, by_unit, |id| costs.get(&id).copied());
+        let parts = (part.ranks(), |id| {
+            ids.get(&id).is_some_and(|(_, is_cut)| *is_cut)
+        });
+        let cost = |id| ids.get(&id).map(|(cost, _)| *cost);
+        let updaters = Updaters::of_parts(layout, parts, replicated, by_unit, cost);
         let units = layout.units().iter();
         let held = units.map(|unit| match replicated {
             true => 0..unit.padded_elems,
-            false => unit.shard(rank),
+            false => unit.shard(shard),
         });
         let held: Vec<Range<u64>> = held.collect();
         let padding = layout.units().iter().zip(&held).map(|(unit, held)| {
@@ -179,7 +225,8 @@ impl Matrices {
                 .collect()
         });
         Ok(Self {
-            rank,
+            rank: shard * part.ranks() + part.rank(),
+            by_unit,
             updaters,
             params,
             padding: padding.collect(),
@@ -224,6 +271,29 @@ impl Matrices {
         &self.updaters
     }
 
+    /// The most elements, in fp32, of buffers that `rank` of the exchange has at once in updates;
+    /// `scratch_elems` is [`Kernels::orthogonalise_scratch_elems`] of rows and columns.
+    ///
+    /// [`Kernels::orthogonalise_scratch_elems`]: zero_kernels::Kernels::orthogonalise_scratch_elems
+    pub fn buffer_elems(&self, rank: u64, scratch_elems: impl Fn(usize, usize) -> usize) -> u64 {
+        let waves = self.waves().map(|wave| wave.buffers(rank, &scratch_elems));
+        let waves: Vec<WaveBuffers> = waves.collect();
+        let none = WaveBuffers::default();
+        let most = |waves: &[WaveBuffers]| {
+            let in_order = [&[none; 2], waves, &[none]].concat();
+            let at_once = in_order.windows(3).map(|of| {
+                let [returning, sent, next] = [of[0], of[1], of[2]];
+                let while_sent = sent.sent + next.sent;
+                while_sent + returning.returning.max(sent.middle)
+            });
+            at_once.max().unwrap_or(0)
+        };
+        match self.by_unit {
+            true => waves.chunks(1).map(most).max().unwrap_or(0),
+            false => most(&waves),
+        }
+    }
+
     /// The waves of updates.
     pub(crate) fn waves(&self) -> impl Iterator<Item = Wave<'_>> {
         let mut rest = &self.params[..];
@@ -238,26 +308,24 @@ impl Matrices {
     }
 }
 
-/// Whether each of `elems` elements is in one of the matrices.
+/// Whether each of `elems` elements is in one of the matrices, and once.
 fn are_all(matrices: &[Matrix], elems: usize) -> bool {
-    if let [matrix] = matrices
-        && matrix.row_stride == matrix.cols
-    {
-        return matrix.range() == (0..elems);
+    let mut rows = Vec::new();
+    for matrix in matrices.iter().filter(|matrix| matrix.cols > 0) {
+        for row in 0..matrix.rows {
+            let start = row.checked_mul(matrix.row_stride);
+            let start = start.and_then(|start| start.checked_add(matrix.first));
+            match start.filter(|_| rows.len() < elems) {
+                Some(start) => rows.push((start, matrix.cols)),
+                None => return false,
+            }
+        }
     }
-    let mut free = vec![true; elems];
-    let in_one = |matrix: &Matrix| {
-        let rows = (0..matrix.rows).map(|row| {
-            let start = row.checked_mul(matrix.row_stride)?;
-            let start = start.checked_add(matrix.first)?;
-            Some(start..start.checked_add(matrix.cols)?)
-        });
-        rows.into_iter().all(|row| {
-            let of_row = row.and_then(|row| free.get_mut(row));
-            of_row.is_some_and(|row| row.iter_mut().all(std::mem::take))
-        })
-    };
-    matrices.iter().all(in_one) && !free.contains(&true)
+    rows.sort_unstable();
+    let end = rows.into_iter().try_fold(0_usize, |end, (start, cols)| {
+        end.checked_add(cols).filter(|_| start == end)
+    });
+    end == Some(elems)
 }
 
 /// Checks that of each unit's elements with rules that see matrices at most `allowed` exist.
@@ -282,6 +350,17 @@ pub(crate) fn check_elements(
     Ok(())
 }
 
+/// Elements of a wave's buffers; see `matrix_update.rs`.
+#[derive(Clone, Copy, Default)]
+struct WaveBuffers {
+    /// Held and received.
+    sent: u64,
+    /// While its matrices are computed, beside those.
+    middle: u64,
+    /// Held and returned.
+    returning: u64,
+}
+
 /// Parameters whose updates are exchanged together.
 pub(crate) struct Wave<'a> {
     matrices: &'a Matrices,
@@ -292,6 +371,8 @@ pub(crate) struct Wave<'a> {
 pub(crate) struct Part<'a> {
     pub(crate) param: &'a ParamUpdater,
     pub(crate) matrices: &'a MatrixParam,
+    /// The rank for which it is in the buffer.
+    rank: u64,
     /// Its elements of the parameter.
     pub(crate) elems: Range<usize>,
     /// Its first element in the buffer.
@@ -299,9 +380,23 @@ pub(crate) struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// Its elements of the buffer.
-    pub(crate) fn in_buffer(&self) -> Range<usize> {
-        self.at..self.at + self.elems.len()
+    /// Its elements, which are of the part that the buffer's rank has, in the whole parameter.
+    pub(crate) fn runs(&self) -> Result<Vec<TensorRun>, OptimError> {
+        let elems = self.elems.start as u64..self.elems.end as u64;
+        let Some((whole, cut)) = &self.matrices.cut else {
+            return Ok(vec![TensorRun {
+                in_part: elems.clone(),
+                in_whole: Some(elems),
+            }]);
+        };
+        let part = self.param.part_of(self.rank);
+        Ok(part.runs(whole, *cut, elems)?.collect())
+    }
+
+    /// The place of some of its elements in the buffer.
+    pub(crate) fn in_buffer(&self, elems: Range<u64>) -> Range<usize> {
+        let at = |elem: u64| self.at + elem as usize - self.elems.start;
+        at(elems.start)..at(elems.end)
     }
 }
 
@@ -336,6 +431,7 @@ impl<'a> Wave<'a> {
                 parts.push(Part {
                     param,
                     matrices,
+                    rank,
                     at: at - elems.len(),
                     elems,
                 });
@@ -373,9 +469,41 @@ impl<'a> Wave<'a> {
     pub(crate) fn own(&self) -> Buffer<'a> {
         let own = self.matrices.rank;
         self.buffer(|param, rank| match rank == own {
-            true => of_updater(param, own, 0..param.numel_elems()),
+            true => of_updater(param, own, 0..param.joined_elems()),
             false => 0..0,
         })
+    }
+
+    fn buffers(&self, rank: u64, scratch_elems: impl Fn(usize, usize) -> usize) -> WaveBuffers {
+        let len = |Range { start, end }: Range<u64>| end - start;
+        let held: u64 = self
+            .params
+            .iter()
+            .map(|(param, _)| len(param.held(rank)))
+            .sum();
+        let [mut received, mut returned, mut whole, mut scratch] = [0; 4];
+        for (param, matrices) in self
+            .params
+            .iter()
+            .filter(|(param, _)| param.updater == rank)
+        {
+            for other in 0..self.matrices.updaters.world_size() {
+                received += len(param.given(other));
+                returned += len(param.held(other));
+            }
+            whole += param.joined_elems();
+            let of = matrices
+                .matrices
+                .iter()
+                .map(|m| scratch_elems(m.rows, m.cols) as u64);
+            scratch = of.fold(scratch, u64::max);
+        }
+        let of_copies = if returned == received { 0 } else { returned };
+        WaveBuffers {
+            sent: held + received,
+            middle: whole + scratch + of_copies,
+            returning: held + returned,
+        }
     }
 
     /// The elements of a part in this rank's segment of the unit.

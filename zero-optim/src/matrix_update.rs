@@ -11,7 +11,7 @@
 //! |---|---|
 //! | held | what the rank holds of the wave's parameters |
 //! | received, returned | what all ranks hold of the parameters that it updates; one buffer, unless every rank holds all |
-//! | whole | those parameters |
+//! | whole | those parameters, joined from their parts |
 //! | scratch | [`Kernels::orthogonalise_scratch_elems`] of the largest matrix |
 
 use std::collections::BTreeMap;
@@ -270,14 +270,18 @@ impl<D: Device> ShardedOptimizer<D> {
             let Some(of_own) = all.find(|own| own.param.id == part.param.id) else {
                 continue;
             };
-            let start = of_own.at + part.elems.start;
-            let in_whole = whole.slice(start..start + part.elems.len());
-            let in_parts = parts.slice(part.in_buffer());
-            let (from, to) = match to_whole {
-                true => (in_parts, in_whole),
-                false => (in_whole, in_parts),
-            };
-            self.device.copy(stream, from, to)?;
+            for run in part.runs()? {
+                let in_parts = parts.slice(part.in_buffer(run.in_part));
+                let in_whole = run
+                    .in_whole
+                    .map(|elems| whole.slice(of_own.in_buffer(elems)));
+                match in_whole {
+                    Some(in_whole) if to_whole => self.device.copy(stream, in_parts, in_whole)?,
+                    Some(in_whole) => self.device.copy(stream, in_whole, in_parts)?,
+                    None if to_whole => {}
+                    None => self.device.fill_zero(stream, in_parts)?,
+                }
+            }
         }
         Ok(())
     }

@@ -82,6 +82,12 @@ impl TensorPart {
         Ok(Self { rank, ranks })
     }
 
+    /// The part of `rank` where consecutive ranks have the `ranks` parts.
+    pub(crate) const fn of_consecutive(rank: u64, ranks: u64) -> Self {
+        let rank = rank % ranks;
+        Self { rank, ranks }
+    }
+
     /// The whole model: the only part of one rank.
     pub fn whole() -> Self {
         Self { rank: 0, ranks: 1 }

@@ -4,10 +4,15 @@
 //! Each such parameter has an **updater**. What ranks hold of it goes there, and the update comes
 //! back, by an all-to-all each. Consecutive units form a **wave**, in which every rank should have
 //! something to compute; the buffers are those of a wave.
+//!
+//! With tensor parallelism ([`TensorPart`]) an updater joins the parts. As all
+//! parts have the same layout, with P of them rank `r` of the exchange has shard `r / P` of part
+//! `r % P`. Why one exchange, and not one among the ranks of a part and another between parts: each
+//! element travels once.
 
 use std::ops::Range;
 
-use crate::{Layout, ParamId};
+use crate::{Layout, ParamId, TensorPart};
 
 /// A parameter and the rank that sees it whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,36 +20,55 @@ use crate::{Layout, ParamId};
 pub struct ParamUpdater {
     /// The parameter.
     pub id: ParamId,
-    /// Its range in the unit's flat parameter.
+    /// Its range in the unit's flat parameter: that of each part.
     pub flat: Range<u64>,
     /// The rank.
     pub updater: u64,
     /// Elements of the unit's shards; 0 if every rank holds all of the unit.
     shard_elems: u64,
+    /// Parts of the model.
+    parts: u64,
+    /// Whether parts have other elements of it than other parts, and not all the same.
+    is_cut: bool,
 }
 
 impl ParamUpdater {
-    /// The elements of the parameter that `rank` holds, counted from its first.
+    /// The elements of the parameter that `rank` holds, counted from its first in the rank's part.
     pub fn held(&self, rank: u64) -> Range<u64> {
         let of_param = |at: u64| at.clamp(self.flat.start, self.flat.end) - self.flat.start;
         if self.shard_elems == 0 {
             return 0..of_param(self.flat.end);
         }
-        let start = rank.saturating_mul(self.shard_elems);
+        let start = self.shard_of(rank).saturating_mul(self.shard_elems);
         of_param(start)..of_param(start.saturating_add(self.shard_elems))
     }
 
-    /// The elements of [`Self::held`] that `rank` gives to the updater: none if that holds all.
+    /// The elements of [`Self::held`] that `rank` gives to the updater: none if that has them,
+    /// because every rank holds all of its part. A parameter that is not cut comes from each part.
     pub fn given(&self, rank: u64) -> Range<u64> {
-        match self.shard_elems == 0 && rank != self.updater {
+        match self.shard_elems == 0 && self.shard_of(rank) != self.shard_of(self.updater) {
             true => 0..0,
             false => self.held(rank),
         }
     }
 
-    /// The number of its elements.
+    /// The part that `rank` has.
+    pub fn part_of(&self, rank: u64) -> TensorPart {
+        TensorPart::of_consecutive(rank, self.parts)
+    }
+
+    fn shard_of(&self, rank: u64) -> u64 {
+        rank / self.parts
+    }
+
+    /// The number of its elements in a part.
     pub fn numel_elems(&self) -> u64 {
         self.flat.end - self.flat.start
+    }
+
+    /// The number of its elements in all parts, with their padding.
+    pub fn joined_elems(&self) -> u64 {
+        self.numel_elems() * if self.is_cut { self.parts } else { 1 }
     }
 }
 
@@ -72,7 +96,22 @@ impl Updaters {
         unit_waves: bool,
         cost: impl Fn(ParamId) -> Option<u64>,
     ) -> Self {
-        let world_size = layout.world_size();
+        Self::of_parts(layout, (1, |_| false), replicated, unit_waves, cost)
+    }
+
+    /// As [`Self::new`] with `parts` parts of the model, each with `layout`; `is_cut` says of a
+    /// parameter whether a part has a slice of it, and not all.
+    ///
+    /// # Panics
+    /// There are 0 parts.
+    pub fn of_parts(
+        layout: &Layout,
+        (parts, is_cut): (u64, impl Fn(ParamId) -> bool),
+        replicated: bool,
+        unit_waves: bool,
+        cost: impl Fn(ParamId) -> Option<u64>,
+    ) -> Self {
+        let world_size = layout.world_size() * parts;
         let most = match unit_waves {
             true => 1,
             false => PARAMS_A_RANK.saturating_mul(world_size),
@@ -91,6 +130,8 @@ impl Updaters {
                     flat: placed.range(),
                     updater: 0,
                     shard_elems: if replicated { 0 } else { unit.shard_elems },
+                    parts,
+                    is_cut: is_cut(id),
                 });
             }
             let is_last = nth + 1 == layout.units().len();

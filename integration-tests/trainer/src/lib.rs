@@ -57,7 +57,9 @@ pub use options::{
     NextToken, ReplicaChecks, RunOptions, SampleOptions, ValidationData, ValidationOptions,
 };
 pub use quantised::{ErrorFeedback, QuantisedGrads};
-pub use rank_bytes::{RankBytes, encoded_bytes, gathers, piece_elems, scratch_elems};
+pub use rank_bytes::{
+    RankBytes, encoded_bytes, gathers, piece_elems, planned_matrices, scratch_elems,
+};
 pub use rank_exchange::RankExchange;
 pub use saving::state::TrainerState;
 pub use schedule::{StepSchedule, record_on_device, record_on_host};

@@ -50,7 +50,8 @@ pub(crate) struct Mesh<D: Device> {
     pub(crate) model: ModelRanks<D>,
     /// The ranks with this rank's shard; `None` if there is one group.
     pub(crate) replicas: Option<Replicas<D>>,
-    /// The ranks among which the optimizer's state is sharded, if it updates whole matrices.
+    /// The ranks among which the optimizer's state is sharded, with all their parts of tensor
+    /// parallelism, if it updates whole matrices.
     pub(crate) matrices: Option<Arc<dyn Communicator<D>>>,
     /// The communicator of `gather` and `reduce`, if it has two levels.
     two_level: Option<Arc<TwoLevel<D>>>,

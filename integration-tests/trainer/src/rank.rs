@@ -186,7 +186,7 @@ impl<D: Device> Rank<D> {
         let is_host = pool.device().kind() == DeviceKind::Host;
         state_ranks::check(settings, &groups, is_host)?;
         if groups.has_matrices() {
-            mesh.matrices = Some(split_by_shards(&*mesh.data, &layouts, settings)?);
+            mesh.matrices = Some(split_by_shards(&*comm, &layouts, settings)?);
         }
         let is_sharded = settings.stage.shards_params();
         let shards = layouts.params(mesh.data.rank() as u64);

@@ -9,13 +9,16 @@
 use serde::Serialize;
 use zero_alloc::device::DType;
 use zero_comm::{PlannedStep, plan_step};
-use zero_shard::{GridLayout, Layout, Tier};
+use zero_kernels::host::orthogonalise_scratch_elems;
+use zero_optim::Matrices;
+use zero_shard::{GridLayout, Layout, ParamPlacement, ParamSpec, TensorCut, TensorPart, Tier};
 
 use crate::error::TrainError;
 use crate::model::Pass;
 use crate::offload::settings::OffloadSettings;
 use crate::rank::uses;
 use crate::settings::Settings;
+use crate::stages::matrix_exchange;
 use crate::stages::optimizer::device_steps;
 use crate::stages::places::places;
 
@@ -35,6 +38,8 @@ pub struct RankBytes {
     pub gathered: u64,
     /// Flat fp32 gradients of units in backward, and fp32 copies of 16-bit parameters.
     pub workspace: u64,
+    /// Buffers of the update of matrices. On the device `gathered` is free by then and not counted.
+    pub matrices: u64,
     /// Buffers of transfers to and from NVMe.
     pub transfers: u64,
     /// The copy of the state that is written to a checkpoint in the background.
@@ -43,13 +48,15 @@ pub struct RankBytes {
 
 impl RankBytes {
     /// The bytes of a rank whose device is the host and whose model has `activations` bytes of
-    /// activations; `saves` if it writes checkpoints. `None` if a sum does not fit 64 bits.
+    /// activations; `saves` if it writes checkpoints. `cut_of` returns how tensor parallelism cuts a
+    /// parameter. `None` if a sum does not fit 64 bits.
     pub fn new(
         settings: &Settings,
         layout: &Layout,
         passes: &[Pass],
         activations: u64,
         saves: bool,
+        cut_of: impl Fn(&ParamSpec) -> TensorCut,
     ) -> Option<Self> {
         let widths = settings.widths();
         let elems = |unit: &usize| layout.units().get(*unit).map_or(0, |u| u.padded_elems);
@@ -77,6 +84,7 @@ impl RankBytes {
         } else {
             0
         };
+        let gathered = gathered.checked_mul(widths.param_bytes)?;
 
         let layouts = settings.mesh.layouts(layout).ok()?;
         let encoded = encoded_bytes(settings, &layouts);
@@ -97,8 +105,14 @@ impl RankBytes {
             buckets: buckets
                 .checked_mul(widths.comm_grad_bytes)?
                 .checked_add(encoded)?,
-            gathered: gathered.checked_mul(widths.param_bytes)?,
+            gathered,
             workspace,
+            matrices: matrices(settings, &layouts, cut_of)?.saturating_sub(
+                match settings.offload.updates_on_host() {
+                    true => 0,
+                    false => gathered,
+                },
+            ),
             transfers: transfers(settings, layout)?,
             staging: staging(settings, layout, saves)?,
         })
@@ -159,6 +173,7 @@ impl RankBytes {
             buckets,
             gathered,
             workspace,
+            matrices,
             transfers,
             staging,
         } = *self;
@@ -168,6 +183,7 @@ impl RankBytes {
             buckets,
             gathered,
             workspace,
+            matrices,
             transfers,
             staging,
         ];
@@ -233,6 +249,48 @@ fn transfers(settings: &Settings, layout: &Layout) -> Option<u64> {
         .checked_add(buffers(shard, widths.grad_bytes)?)?;
 
     pieces.checked_add(shards)?.checked_add(grads)
+}
+
+/// The matrices of the first rank, if Muon updates some, before a run. `cut_of` returns how tensor
+/// parallelism cuts a parameter.
+///
+/// # Errors
+/// A rule of tensors has no match, or the matrices are not all of their tensors.
+pub fn planned_matrices(
+    settings: &Settings,
+    layouts: &GridLayout,
+    cut_of: impl Fn(&ParamSpec) -> TensorCut,
+) -> Result<Option<Matrices>, TrainError> {
+    let groups = settings.resolve_groups(layouts.parts())?;
+    if !groups.has_matrices() {
+        return Ok(None);
+    }
+    let parts = settings.mesh.tensor_ranks.unwrap_or(1) as u64;
+    // The ranks divide the matrices that they cut.
+    let whole_of = |param: &ParamPlacement| {
+        let mut whole = ParamSpec::new(param.name.as_str(), param.shape.clone());
+        let cut = cut_of(&whole);
+        if let TensorCut::Dim { dim, .. } = cut {
+            whole.shape[dim] *= parts;
+        }
+        Some((whole, cut))
+    };
+    let first = (0, TensorPart::new(0, parts)?);
+    matrix_exchange::matrices(settings, &groups, layouts, first, whole_of).map(Some)
+}
+
+/// Buffers of the update of matrices on the rank that has the most.
+fn matrices(
+    settings: &Settings,
+    layouts: &GridLayout,
+    cut_of: impl Fn(&ParamSpec) -> TensorCut,
+) -> Option<u64> {
+    let Some(matrices) = planned_matrices(settings, layouts, cut_of).ok()? else {
+        return Some(0);
+    };
+    let ranks = 0..matrices.updaters().world_size();
+    let elems = ranks.map(|rank| matrices.buffer_elems(rank, orthogonalise_scratch_elems));
+    elems.max()?.checked_mul(size_of::<f32>() as u64)
 }
 
 /// Memory of encoded parameters and gradients.
@@ -328,6 +386,7 @@ pub(crate) mod tests {
                 &passes(),
                 7,
                 true,
+                |_| TensorCut::Replicated,
             )
             .unwrap()
         };

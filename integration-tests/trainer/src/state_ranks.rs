@@ -19,9 +19,6 @@ pub(crate) fn check(
     let why = match () {
         () if !groups.has_matrices() => return Ok(()),
         () if !is_host => "has no products on CUDA yet: use --device cpu, or AdamW",
-        () if settings.mesh.tensor_ranks.is_some_and(|ranks| ranks > 1) => {
-            "sees whole matrices, and tensor parallelism cuts them: use one of the two"
-        }
         () if settings.adapters.is_some() => {
             "is for the matrices of whole models, and adapters are trained: use AdamW with --lora"
         }
@@ -33,25 +30,26 @@ pub(crate) fn check(
     Err(TrainError::Usage(format!("Muon {why}")))
 }
 
-/// Splits the data ranks by the groups among which the optimizer's state is sharded, in the order
-/// of shards. All ranks call it.
+/// Splits all ranks by the groups among which the optimizer's state is sharded, in the order of
+/// shards, and of one shard those of tensor parallelism. All ranks call it.
 pub(crate) fn split_by_shards<D: Device>(
-    data: &dyn Communicator<D>,
+    world: &dyn Communicator<D>,
     layouts: &GridLayout,
     settings: &Settings,
 ) -> Result<Arc<dyn Communicator<D>>, CommError> {
     let is_sharded = settings.stage.shards_optimizer();
     let in_groups = is_sharded && layouts.sharding() == Sharding::Replicated;
-    data.split_by(&|rank| {
-        let rank = rank as u64;
+    let parts = settings.mesh.tensor_ranks.unwrap_or(1);
+    world.split_by(&|rank| {
+        let data_rank = (rank / parts) as u64;
         let shard = match is_sharded {
-            true => layouts.optimizer(rank).1,
-            false => rank,
+            true => layouts.optimizer(data_rank).1,
+            false => data_rank,
         };
         let group = match in_groups {
-            true => layouts.grid().group_of(rank),
+            true => layouts.grid().group_of(data_rank),
             false => 0,
         };
-        (group as usize, shard as usize)
+        (group as usize, shard as usize * parts + rank % parts)
     })
 }

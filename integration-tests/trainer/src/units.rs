@@ -104,9 +104,14 @@ impl RunUnits {
 }
 
 impl CutUnits {
+    /// A parameter before it is cut, and its cut.
+    pub(crate) fn param(&self, name: &str) -> Option<&(ParamSpec, TensorCut)> {
+        self.params.get(name)
+    }
+
     /// How a parameter is cut.
     pub(crate) fn cut_of(&self, param: &ParamSpec) -> TensorCut {
-        let cut = self.params.get(&param.name).map(|(_, cut)| *cut);
+        let cut = self.param(&param.name).map(|(_, cut)| *cut);
         cut.unwrap_or(TensorCut::Replicated)
     }
 
@@ -134,8 +139,7 @@ impl CutUnits {
     ) -> impl FnMut(&str, Range<u64>, &mut [f32]) -> Result<(), ModelError> + 'a {
         move |name, range, out| {
             let (param, cut) = self
-                .params
-                .get(name)
+                .param(name)
                 .ok_or_else(|| ModelError::from(format!("the model has no parameter {name:?}")))?;
             for run in part.runs(param, *cut, range.clone())? {
                 let at = |elem: u64| (elem - range.start) as usize;

@@ -105,7 +105,7 @@ unsafe impl Kernels<HostDevice> for HostKernels {
         stream: &HostStream,
         args: OrthogonaliseArgs,
     ) -> Result<(), KernelError> {
-        let scratch_elems = orthogonalise::scratch_elems(args.rows, args.cols);
+        let scratch_elems = orthogonalise::orthogonalise_scratch_elems(args.rows, args.cols);
         check::orthogonalise(DeviceId::HOST, &args, scratch_elems)?;
         let workers = self.workers.clone();
         stream.enqueue("orthogonalise", move || {
@@ -118,7 +118,7 @@ unsafe impl Kernels<HostDevice> for HostKernels {
     }
 
     fn orthogonalise_scratch_elems(&self, rows: usize, cols: usize) -> usize {
-        orthogonalise::scratch_elems(rows, cols)
+        orthogonalise::orthogonalise_scratch_elems(rows, cols)
     }
 
     fn cast(

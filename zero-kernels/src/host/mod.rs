@@ -31,6 +31,7 @@ pub use cast::cast;
 pub use coded::{decode_blocks, encode_blocks};
 pub use grad_stats::grad_stats;
 pub use launch::HostKernels;
+pub use orthogonalise::orthogonalise_scratch_elems;
 pub use update::{BlockSlot, FloatSlice, FloatSliceMut, UpdateSlices, WeightSlices};
 pub use workers::Workers;
 

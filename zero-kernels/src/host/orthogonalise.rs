@@ -144,8 +144,9 @@ impl Columns {
     }
 }
 
-/// Elements of scratch for a matrix of this shape: X and two squares.
-pub(super) fn scratch_elems(rows: usize, cols: usize) -> usize {
+/// Elements of scratch of [`HostKernels`](super::HostKernels) for a matrix of this shape: X and two
+/// squares.
+pub fn orthogonalise_scratch_elems(rows: usize, cols: usize) -> usize {
     let ColumnMajor {
         rows: short,
         stride,

@@ -14,7 +14,8 @@ use zero_comm::{
 };
 use zero_kernels::UpdateRule;
 use zero_shard::{
-    Layout, LayoutOptions, ParamId, ParamPlacement, ParamSpec, UnitLayout, UnitSpec, ZeroStage,
+    Layout, LayoutOptions, ParamId, ParamPlacement, ParamSpec, TensorPart, UnitLayout, UnitSpec,
+    ZeroStage,
 };
 
 use crate::{
@@ -363,14 +364,26 @@ impl<D: Device> Builder<D> {
         let own = rule.clone().unwrap_or_else(|| config.rule());
         let matrices_of = |id: ParamId| {
             let group = groups.of(id);
-            of_rank.update_of(group, &own).matrix_rule()?;
+            let rule = of_rank.update_of(group, &own).matrix_rule();
+            rule.filter(|_| groups.rules_of(id).trainable)?;
             let param = &layout.units()[id.unit].params[id.param];
             let matrices = matrices_of(&param.name, &param.shape);
-            Some(MatrixParam { group, matrices })
+            Some(MatrixParam {
+                group,
+                matrices,
+                cut: None,
+            })
         };
+        let rule_of = |(id, placed): (ParamId, &ParamPlacement)| {
+            let trained = groups.rules_of(id).trainable;
+            let rule = of_rank.update_of(groups.of(id), &own).name();
+            trained.then(|| (placed.name.clone(), rule.to_owned()))
+        };
+        let update_rules = layout.params().filter_map(rule_of).collect();
         let by_unit = false;
         let replicated = !stage.shards_optimizer();
-        let matrices = Matrices::new(&layout, rank.id(), replicated, by_unit, matrices_of)?;
+        let place = (rank.id(), TensorPart::whole());
+        let matrices = Matrices::new(&layout, place, replicated, by_unit, matrices_of)?;
         let optim = ShardedOptimizer::builder(&rank.pool, Arc::clone(&rank.kernels), &rank.compute)
             .config(config)
             .param_dtype(dtype)
@@ -446,6 +459,7 @@ impl<D: Device> Builder<D> {
                 params,
                 gradients,
                 optim,
+                update_rules,
                 steps: 0,
                 state: serde_json::Value::Null,
                 model_config: serde_json::Value::Null,

@@ -1,5 +1,6 @@
 //! The parts of a [`Zero`](super::Zero) besides the gathers of stage 3.
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -46,6 +47,8 @@ const BROADCAST_ELEMS: usize = 1 << 20;
 
 /// The key of the framework's part in the checkpoint's trainer document.
 const STATE: &str = "framework";
+/// The key of the update rules of trained parameters.
+const UPDATE_RULES: &str = "update_rules";
 
 pub(super) struct Core<D: Device> {
     pub(super) rank: Rank<D>,
@@ -55,6 +58,8 @@ pub(super) struct Core<D: Device> {
     pub(super) params: Vec<UnitParams<D>>,
     pub(super) gradients: Gradients<D>,
     pub(super) optim: ShardedOptimizer<D>,
+    /// The name of the update rule of each trained parameter.
+    pub(super) update_rules: BTreeMap<String, String>,
     /// Steps that ended.
     pub(super) steps: u64,
     /// The framework's part of a checkpoint.
@@ -389,7 +394,7 @@ impl<D: Device> Core<D> {
             params: &own,
         };
         let mut meta = SaveMeta::default().step(self.steps).stage(self.stage);
-        meta.trainer = serde_json::json!({ STATE: self.state });
+        meta.trainer = serde_json::json!({ STATE: self.state, UPDATE_RULES: self.update_rules });
         meta.model_config = self.model_config.clone();
         optim.save(&rank.compute, &store, meta, &own, &mut exchange, rank.limit)?;
         Ok(())
@@ -410,6 +415,10 @@ impl<D: Device> Core<D> {
         if let Err(error @ CkptError::Exchange { .. }) = reader {
             return Err(error.into());
         }
+        let reader = reader.map_err(FrameworkError::from).and_then(|reader| {
+            self.check_update_rules(&reader)?;
+            Ok(reader)
+        });
 
         let checkpoint = reader.as_ref().map(|reader| {
             let selection = reader.selection();
@@ -418,7 +427,27 @@ impl<D: Device> Core<D> {
         });
         let checkpoint = checkpoint.as_ref().map_err(|error| error as &dyn Display);
         agree(self.rank.comm.rank(), checkpoint, exchange)?;
-        Ok(reader?)
+        reader
+    }
+
+    /// Checks that the parameters that were trained, and are, have the same update rules: state of
+    /// another rule would be read as 0. Older checkpoints do not name them.
+    fn check_update_rules(&self, reader: &Reader) -> Result<(), FrameworkError> {
+        let saved = &reader.manifest().trainer[UPDATE_RULES];
+        let mut all = self.update_rules.iter();
+        let other = all.find_map(|(param, now)| {
+            let saved = saved[param].as_str().filter(|saved| saved != now)?;
+            Some((param, now, saved))
+        });
+        match other {
+            Some((param, now, saved)) => Err(FrameworkError::OtherUpdateRule {
+                checkpoint: reader.path().display().to_string(),
+                param: param.clone(),
+                saved: saved.to_owned(),
+                now: now.clone(),
+            }),
+            None => Ok(()),
+        }
     }
 
     pub(super) fn load(&mut self, reader: &Reader) -> Result<(), FrameworkError> {

@@ -108,6 +108,17 @@ pub enum FrameworkError {
         reference: usize,
         unit: String,
     },
+    /// A parameter that another rule updated before the checkpoint.
+    #[error(
+        "{checkpoint}: {param} was updated by {saved}, and is by {now} in this run, for which the checkpoint has no \
+         state; give its group the rule {saved}"
+    )]
+    OtherUpdateRule {
+        checkpoint: String,
+        param: String,
+        saved: String,
+        now: String,
+    },
     /// Elements of another type than those of the run.
     #[error("{name} is {run} in this run, not {asked}")]
     Type {

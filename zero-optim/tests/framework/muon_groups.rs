@@ -118,3 +118,46 @@ fn elements_without_a_matrix_are_refused() {
     let expected = "x.up of shape [4, 6]: each of its elements must be in one matrix";
     assert!(partly.contains(expected), "{partly}");
 }
+
+/// A resume keeps the rule of each trained parameter; one that was frozen may get any.
+#[test]
+fn resume_keeps_the_update_rules() {
+    let resumed = |save: fn(Builder<Host>) -> Builder<Host>, muon: fn(&str) -> bool| {
+        let dir = tempfile::tempdir().unwrap();
+        let run = |comm: ThreadsComm, resumes: bool| -> Result<(), Error> {
+            let builder = of_layers(comm, ZeroStage::Two, if resumes { muon } else { is_matrix });
+            let builder = if resumes { builder } else { save(builder) };
+            let mut zero = builder.build(init)?;
+            match resumes {
+                false => zero.save(dir.path())?,
+                true => zero.resume(dir.path())?,
+            }
+            Ok(())
+        };
+        for saved in on_ranks(2, |comm| run(comm, false)) {
+            saved.unwrap();
+        }
+        let errors = on_ranks(2, |comm| run(comm, true)).into_iter();
+        errors
+            .map(|done| done.err().map(|error| error.to_string()))
+            .collect::<Vec<_>>()
+    };
+    let same = |builder| builder;
+    assert_eq!(resumed(same, is_matrix), [None, None]);
+
+    let expected = "x.qkv was updated by muon, and is by adam in this run, for which the checkpoint has no state; give its \
+                    group the rule muon";
+    for error in resumed(same, |_| false) {
+        let error = error.unwrap();
+        assert!(error.contains(expected), "{error}");
+    }
+    let frozen = |builder: Builder<Host>| {
+        let [rules, frozen] = [GroupRules::default(), GroupRules::frozen()];
+        builder.groups(vec![rules, rules, frozen], |name| match name {
+            "y.up" => 2,
+            _ => is_matrix(name).into(),
+        })
+    };
+    let all_but_it = |name: &str| is_matrix(name) && name != "y.up";
+    assert_eq!(resumed(frozen, all_but_it), [None, None]);
+}

@@ -1,6 +1,6 @@
 //! Moments of 8 and 4 bits, and Muon: with the same gradients the same state to the bit, at any
 //! number of ranks, stage and home, and through a change of the ranks, since a block is a range of a
-//! parameter, and matrices are updated whole.
+//! parameter, and matrices are updated whole. Muon also with tensor parallelism.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,7 +18,7 @@ use zero_optim::{
     Moments, OptimError, OptimizerConfig, ParamGroups, RankStats, Segment, ShardedOptimizer,
     StateFormat, StateHome, StateKind, StateRange, UnitSlices,
 };
-use zero_shard::{Layout, LayoutOptions, ParamId, ParamSpec, UnitSpec};
+use zero_shard::{Layout, LayoutOptions, ParamId, ParamSpec, TensorCut, TensorPart, UnitSpec};
 
 use super::common::{Buffer, Host, LIMIT, Random, bits, cases};
 
@@ -34,18 +34,23 @@ struct Model {
 }
 
 /// The state of every parameter: for each kind, the bits of its elements.
-type State = BTreeMap<(String, &'static str), Vec<u32>>;
+type State = BTreeMap<(String, &'static str), Vec<Option<u32>>>;
 
 /// The ranks that train a model, and the place of their state.
 #[derive(Clone, Copy, Debug)]
 struct Place {
+    /// Ranks with a shard of each part.
     ranks: u64,
+    /// Parts of tensor parallelism.
+    parts: u64,
     whole: bool,
     in_pieces: bool,
 }
 
 /// One rank.
 struct One {
+    part: TensorPart,
+    shard: u64,
     optim: ShardedOptimizer<HostDevice>,
     params: Vec<Buffer>,
     host: Host,
@@ -53,31 +58,90 @@ struct One {
     held: Vec<Range<u64>>,
 }
 
+/// Elements of a parameter in a range of a unit.
+struct Run {
+    /// The parameter's position in the whole unit.
+    param: usize,
+    /// Their place in the range.
+    at: Range<usize>,
+    /// Their place in the whole parameter.
+    in_whole: Range<u64>,
+}
+
 impl Model {
-    fn layout(&self, ranks: u64) -> Layout {
+    /// The layout of each part.
+    fn layout(&self, ranks: u64, parts: u64) -> Layout {
         let options = self.format.moments.layout_options(LayoutOptions::default());
-        Layout::with_options(&self.units, ranks, options).unwrap()
+        let part = TensorPart::new(0, parts).unwrap();
+        let units = self.units.iter();
+        let units = units.map(|unit| part.unit(unit, |param| cut_of(param, parts)).unwrap());
+        Layout::with_options(&units.collect::<Vec<_>>(), ranks, options).unwrap()
+    }
+
+    /// The runs of whole parameters in `range` of a unit; the rest is padding.
+    fn runs(
+        &self,
+        layout: &Layout,
+        part: TensorPart,
+        (unit, range): (usize, Range<u64>),
+    ) -> Vec<Run> {
+        let placed = &layout.units()[unit];
+        let mut runs = Vec::new();
+        for piece in placed.params_in(range.clone()).unwrap() {
+            let id = ParamId {
+                unit,
+                param: piece.param,
+            };
+            let (param, spec) = self.spec(layout, id);
+            let first = (piece.in_flat.start - range.start) as usize;
+            let cut = cut_of(spec, part.ranks());
+            for run in part.runs(spec, cut, piece.in_param.clone()).unwrap() {
+                let at = |elem: u64| first + (elem - piece.in_param.start) as usize;
+                let Some(in_whole) = run.in_whole else {
+                    continue;
+                };
+                runs.push(Run {
+                    param,
+                    at: at(run.in_part.start)..at(run.in_part.end),
+                    in_whole,
+                });
+            }
+        }
+        runs
+    }
+
+    /// The position of a parameter in the whole unit, and its whole.
+    fn spec(&self, layout: &Layout, id: ParamId) -> (usize, &ParamSpec) {
+        let name = &layout.units()[id.unit].params[id.param].name;
+        let mut params = self.units[id.unit].params.iter().enumerate();
+        params.find(|(_, param)| param.name == *name).unwrap()
     }
 
     /// Values of the elements `range` of a unit, the same wherever they are; 0 in padding.
-    fn values(&self, layout: &Layout, (unit, range): (usize, Range<u64>), seed: u64) -> Vec<f32> {
-        let placed = &layout.units()[unit];
+    fn values(
+        &self,
+        layout: &Layout,
+        part: TensorPart,
+        (unit, range): (usize, Range<u64>),
+        seed: u64,
+    ) -> Vec<f32> {
         let mut values = vec![0.0; (range.end - range.start) as usize];
-        for piece in placed.params_in(range.clone()).unwrap() {
-            let first = placed.params[piece.param].global_offset_elems + piece.in_param.start;
-            let at = (piece.in_flat.start - range.start) as usize;
-            for i in 0..piece.in_param.end - piece.in_param.start {
-                let mut random = Random(seed ^ (first + i).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-                let scale = 10_f32.powi(((first + i) % 7) as i32 - 5);
+        for run in self.runs(layout, part, (unit, range)) {
+            let first = (unit as u64) << 40 | (run.param as u64) << 32;
+            for (value, at) in values[run.at].iter_mut().zip(run.in_whole) {
+                let mut random = Random(seed ^ (first + at).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+                let scale = 10_f32.powi(((first + at) % 7) as i32 - 5);
                 random.value();
-                values[at + i as usize] = random.value() * scale;
+                *value = random.value() * scale;
             }
         }
         values
     }
 
     fn one(&self, place: Place, rank: u64, comm: ThreadsComm) -> Result<One, OptimError> {
-        let layout = self.layout(place.ranks);
+        let layout = self.layout(place.ranks, place.parts);
+        let part = TensorPart::new(rank % place.parts, place.parts).unwrap();
+        let rank = rank / place.parts;
         let host = Host::on(HostDevice::new());
         let rules = vec![
             GroupRules::default(),
@@ -85,7 +149,7 @@ impl Model {
             GroupRules::frozen(),
         ];
         let stored = (!place.whole).then_some(rank);
-        let group_of = |id: ParamId| [0, 1, 0, 2, 1][(id.unit + id.param) % 5];
+        let group_of = |id: ParamId| [0, 1, 0, 2, 1][(id.unit + self.spec(&layout, id).0) % 5];
         let groups = ParamGroups::of_layout(rules, &layout, stored, group_of).unwrap();
         let groups = match self.muon {
             Some(muon) => groups.update(1, Arc::new(muon)),
@@ -100,8 +164,11 @@ impl Model {
         let builder = builder.config(config).format(self.format);
         let builder = match self.muon {
             Some(_) => {
-                let of = |id: ParamId| (group_of(id) == 1).then(|| matrices(&layout, id));
-                let matrices = Matrices::new(&layout, rank, place.whole, false, of)?;
+                let of = |id: ParamId| {
+                    let (param, spec) = self.spec(&layout, id);
+                    (group_of(id) == 1).then(|| matrices(id.unit, param, spec, place.parts))
+                };
+                let matrices = Matrices::new(&layout, (rank, part), place.whole, false, of)?;
                 let exchanges = host.pool.device().create_stream("exchanges")?;
                 let exchange = CommExchange::new(Arc::new(comm), exchanges);
                 builder.matrices(matrices, Arc::new(exchange))
@@ -119,13 +186,15 @@ impl Model {
         });
         let held: Vec<_> = held.collect();
         let init = |(unit, range): (usize, &Range<u64>)| {
-            let values = self.values(&layout, (unit, range.clone()), self.seed);
+            let values = self.values(&layout, part, (unit, range.clone()), self.seed);
             Buffer::new(&values, self.dtype)
         };
         let mut params: Vec<_> = held.iter().enumerate().map(init).collect();
         optim.init_masters(&host.stream, &slices(&mut params))?;
         host.stream.synchronize(LIMIT)?;
         Ok(One {
+            part,
+            shard: rank,
             optim,
             params,
             host,
@@ -134,8 +203,9 @@ impl Model {
     }
 
     fn world(&self, place: Place) -> Vec<One> {
-        let comms = World::new(place.ranks as usize, CommOptions::default());
-        let ranks = (0..place.ranks).zip(comms.unwrap());
+        let ranks = place.ranks * place.parts;
+        let comms = World::new(ranks as usize, CommOptions::default());
+        let ranks = (0..ranks).zip(comms.unwrap());
         ranks
             .map(|(rank, comm)| self.one(place, rank, comm).unwrap())
             .collect()
@@ -143,17 +213,15 @@ impl Model {
 
     /// A step of all ranks, whose gradients have the same sum wherever they are.
     fn step(&self, world: &mut [One], step: u64) {
-        let layout = self.layout(world.len() as u64);
+        let layout = self.layout_of(world);
         // Without clipping no sum over ranks changes the update.
         let stats = vec![RankStats::new(&[], 0.0); world.len()];
         let mut kept = Vec::new();
         for one in world.iter_mut() {
             let grads = one.held.iter().enumerate().map(|(unit, range)| {
                 let of = (unit, range.clone());
-                Buffer::new(
-                    &self.values(&layout, of, self.seed ^ (step + 1) << 32),
-                    DType::F32,
-                )
+                let seed = self.seed ^ (step + 1) << 32;
+                Buffer::new(&self.values(&layout, one.part, of, seed), DType::F32)
             });
             let mut grads: Vec<_> = grads.collect();
             // SAFETY: written before; kept until the stream is drained.
@@ -177,22 +245,34 @@ impl Model {
         }
     }
 
-    /// All state, of the ranks that own it, parameter by parameter.
+    fn layout_of(&self, world: &[One]) -> Layout {
+        let parts = world[0].part.ranks();
+        self.layout(world.len() as u64 / parts, parts)
+    }
+
+    /// All state, of the ranks that own it, parameter by parameter. Parts that have the same elements
+    /// have the same state of them, and padding has 0.
     fn state(&self, world: &mut [One]) -> State {
-        let layout = self.layout(world.len() as u64);
+        let layout = self.layout_of(world);
         let mut state = State::new();
-        for (rank, one) in world.iter_mut().enumerate() {
+        for one in world {
             for (unit, placed) in layout.units().iter().enumerate() {
-                let shard = placed.shard(rank as u64);
+                let shard = placed.shard(one.shard);
                 for kind in one.optim.kinds() {
-                    let values = one.read(kind, unit, shard.clone());
-                    for piece in placed.params_in(shard.clone()).unwrap() {
-                        let name = placed.params[piece.param].name.clone();
-                        let at = (piece.in_flat.start - shard.start) as usize
-                            ..(piece.in_flat.end - shard.start) as usize;
-                        let of_param = state.entry((name, kind.name())).or_default();
-                        of_param.extend(bits(&values[at]));
+                    let mut values = one.read(kind, unit, shard.clone());
+                    for run in self.runs(&layout, one.part, (unit, shard.clone())) {
+                        let spec = &self.units[unit].params[run.param];
+                        let of_param = state.entry((spec.name.clone(), kind.name()));
+                        let elems = spec.numel_elems().unwrap() as usize;
+                        let of_param = of_param.or_insert_with(|| vec![None; elems]);
+                        let of_run = &mut values[run.at];
+                        for (at, bits) in run.in_whole.zip(bits(of_run)) {
+                            let of_other = of_param[at as usize].replace(bits);
+                            assert!(of_other.is_none_or(|other| other == bits), "{spec:?}");
+                        }
+                        of_run.fill(0.0);
                     }
+                    assert!(values.iter().all(|value| *value == 0.0), "{kind:?}");
                 }
             }
         }
@@ -201,19 +281,17 @@ impl Model {
 
     /// Writes all state of `from` to `to`, which may have another number of ranks.
     fn copy(&self, state: &State, to: &mut [One]) {
-        let layout = self.layout(to.len() as u64);
+        let layout = self.layout_of(to);
         for one in to {
-            for (unit, placed) in layout.units().iter().enumerate() {
+            for unit in 0..layout.units().len() {
                 let held = one.held[unit].clone();
                 for kind in one.optim.kinds() {
                     let mut values = vec![0.0; (held.end - held.start) as usize];
-                    for piece in placed.params_in(held.clone()).unwrap() {
-                        let name = placed.params[piece.param].name.clone();
+                    for run in self.runs(&layout, one.part, (unit, held.clone())) {
+                        let name = self.units[unit].params[run.param].name.clone();
                         let all = &state[&(name, kind.name())];
-                        for i in 0..piece.in_param.end - piece.in_param.start {
-                            let at = (piece.in_flat.start - held.start + i) as usize;
-                            let of_param = (piece.in_param.start + i) as usize;
-                            values[at] = f32::from_bits(all[of_param]);
+                        for (value, at) in values[run.at].iter_mut().zip(run.in_whole) {
+                            *value = f32::from_bits(all[at as usize].unwrap());
                         }
                     }
                     one.write(kind, unit, &values);
@@ -229,26 +307,41 @@ fn difference(ours: &State, expected: &State) -> Option<String> {
     ours.iter().find_map(|(name, ours)| {
         let expected = &expected[name];
         let at = (0..expected.len()).find(|at| ours.get(*at) != expected.get(*at))?;
-        let [ours, expected] = [ours, expected].map(|of| f32::from_bits(of[at]));
+        let [ours, expected] = [ours, expected].map(|of| of[at].map(f32::from_bits));
         Some(format!(
-            "{name:?}, element {at}: {ours:e}, expected {expected:e}"
+            "{name:?}, element {at}: {ours:?}, expected {expected:?}"
         ))
     })
 }
 
+/// The cut of a parameter in `parts` parts: along one dimension or the other, in one block or two, or
+/// none.
+fn cut_of(param: &ParamSpec, parts: u64) -> TensorCut {
+    let [rows, cols] = [param.shape[0], param.shape.get(1).copied().unwrap_or(0)];
+    let part = TensorPart::new(0, parts).unwrap();
+    let cuts = [(0, 1), (1, 2), (1, 1), (0, 2)].map(|(dim, blocks)| TensorCut::Dim { dim, blocks });
+    let mut tried = cuts.iter().cycle().skip((rows + cols) as usize % 5).take(3);
+    let fits = tried.find(|cut| part.shape(param, **cut).is_ok());
+    fits.copied().unwrap_or(TensorCut::Replicated)
+}
+
 /// Matrices of a parameter: those of a Linear, of a Conv1D, or, of fused layers, several.
-fn matrices(layout: &Layout, id: ParamId) -> MatrixParam {
-    let [rows, cols] = layout.units()[id.unit].params[id.param].shape[..] else {
+fn matrices(unit: usize, param: usize, spec: &ParamSpec, parts: u64) -> MatrixParam {
+    let [rows, cols] = spec.shape[..] else {
         unreachable!("all are of two dimensions")
     };
     let [rows, cols] = [rows as usize, cols as usize];
     let conv = Matrix::conv1d(rows, cols);
-    let matrices = match (id.unit + 2 * id.param) % 3 {
+    let matrices = match (unit + 2 * param) % 3 {
         0 => vec![Matrix::linear(rows, cols)],
         1 => vec![conv],
         _ => conv.split(&[cols / 2, cols - cols / 2]),
     };
-    MatrixParam { group: 1, matrices }
+    MatrixParam {
+        group: 1,
+        matrices,
+        cut: (parts > 1).then(|| (spec.clone(), cut_of(spec, parts))),
+    }
 }
 
 fn slices(params: &mut [Buffer]) -> Vec<[(AnySlice, usize); 1]> {
@@ -330,6 +423,7 @@ fn models() -> impl Strategy<Value = Model> {
 const fn shards(ranks: u64) -> Place {
     Place {
         ranks,
+        parts: 1,
         whole: false,
         in_pieces: false,
     }
@@ -351,9 +445,13 @@ proptest! {
         for ranks in [2, 3, 4, 7] {
             prop_assert_eq!(difference(&train(shards(ranks)), &expected), None, "{} ranks", ranks);
         }
-        for (whole, in_pieces) in [(true, false), (false, true), (true, true)] {
-            let place = Place { ranks: 2, whole, in_pieces };
-            prop_assert_eq!(difference(&train(place), &expected), None, "{:?}", place);
+        // The moments of a parameter's blocks are not those of its parts.
+        let most = if model.format.moments == Moments::Fp32 { 4 } else { 1 };
+        for parts in 1..=most {
+            for (whole, in_pieces) in [(false, false), (true, false), (false, true), (true, true)] {
+                let place = Place { ranks: 2, parts, whole, in_pieces };
+                prop_assert_eq!(difference(&train(place), &expected), None, "{:?}", place);
+            }
         }
 
         // 4 ranks, 3, 7: a change of the ranks before each of the last steps.
@@ -393,7 +491,7 @@ fn small_parameters_have_moments_in_fp32() {
         muon: None,
         seed: 7,
     };
-    let layout = model.layout(1);
+    let layout = model.layout(1, 1);
     let places = layout.units()[0].params.iter().map(|param| param.range());
     let expected = [0..4096, 4096..8191, 8191..13191, 13312..18432];
     assert_eq!(places.collect::<Vec<_>>(), expected);
@@ -469,4 +567,36 @@ fn parts_of_blocks_are_read_but_not_written() {
         written.unwrap();
         assert_eq!(one.read(kind, 0, 127..257)[1..129], [1.0; 128]);
     }
+}
+
+#[test]
+fn parts_have_the_layouts_shapes() {
+    let layout = Layout::new(
+        &[UnitSpec::new("unit", [ParamSpec::new("a", [4, 6])])],
+        1,
+        1,
+    );
+    let of = |dim, whole: [u64; 2]| {
+        let part = TensorPart::new(1, 2).unwrap();
+        let cut = Some((
+            ParamSpec::new("a", whole),
+            TensorCut::Dim { dim, blocks: 1 },
+        ));
+        let matrices = vec![Matrix::linear(whole[0] as usize, whole[1] as usize)];
+        let param = MatrixParam {
+            group: 0,
+            matrices,
+            cut,
+        };
+        let all = |_| Some(param.clone());
+        let matrices = Matrices::new(layout.as_ref().unwrap(), (0, part), false, false, all);
+        matrices.err().map(|error| error.to_string())
+    };
+    assert_eq!(of(0, [8, 6]), None);
+    assert_eq!(of(1, [4, 11]), None);
+    let expected = "a: its cut leaves a part of shape [8, 3], and the layout has [4, 6]; make the layout of the \
+                    units of TensorPart::unit";
+    assert_eq!(of(1, [8, 6]).as_deref(), Some(expected));
+    let expected = "\"a\" cannot be cut along dimension 2: it has 2 dimensions";
+    assert_eq!(of(2, [8, 6]).as_deref(), Some(expected));
 }

@@ -19,28 +19,34 @@ fn every_second(layout: &Layout, id: ParamId) -> Option<u64> {
 proptest! {
     #![proptest_config(cases(300))]
 
-    /// Ranks give an updater the parameter, once; and what they hold is what their
-    /// shards have of it.
+    /// Ranks give an updater each part of the parameter, once; and what they hold is what their
+    /// shards have of their part.
     #[test]
     fn updaters_get_each_element_once(
         layout in small_layout(),
+        parts in 1..4_u64,
         replicated: bool,
         unit_waves: bool,
     ) {
-        let whole = Updaters::new(&layout, replicated, unit_waves, |id| every_second(&layout, id));
-        let ranks = layout.world_size();
+        let cost = |id| every_second(&layout, id);
+        let is_cut = |id: ParamId| id.param.is_multiple_of(3);
+        let whole = Updaters::of_parts(&layout, (parts, is_cut), replicated, unit_waves, cost);
+        let ranks = layout.world_size() * parts;
+        prop_assert_eq!(whole.world_size(), ranks);
         let mut sent = vec![0; ranks as usize];
         for param in whole.waves().flatten() {
             let unit = &layout.units()[param.id.unit];
-            let mut givers = vec![Vec::new(); param.numel_elems() as usize];
+            let mut givers = vec![Vec::new(); (parts * param.numel_elems()) as usize];
             for rank in 0..ranks {
+                let part = param.part_of(rank);
+                prop_assert_eq!([part.rank(), part.ranks()], [rank % parts, parts]);
                 for elem in param.given(rank) {
-                    givers[elem as usize].push(rank);
+                    givers[(part.rank() * param.numel_elems() + elem) as usize].push(rank);
                 }
                 let held: Vec<u64> = param.held(rank).collect();
                 let flat = unit.params[param.id.param].range();
                 let owns = |elem: &u64| {
-                    replicated || unit.owner(flat.start + elem) == Some(rank)
+                    replicated || unit.owner(flat.start + elem) == Some(rank / parts)
                 };
                 let expected: Vec<u64> = (0..param.numel_elems()).filter(owns).collect();
                 prop_assert_eq!(&held, &expected);
@@ -50,6 +56,8 @@ proptest! {
                 }
             }
             prop_assert!(givers.iter().all(|of_elem| of_elem.len() == 1), "{:?}", givers);
+            let joined = if is_cut(param.id) { parts } else { 1 };
+            prop_assert_eq!(param.joined_elems(), joined * param.numel_elems());
         }
         for rank in 0..ranks {
             prop_assert_eq!(whole.sent_elems(rank), sent[rank as usize]);
@@ -97,10 +105,17 @@ proptest! {
 fn holders_update() {
     use zero_shard::{ParamSpec, UnitSpec};
     let params = vec![ParamSpec::new("a", [4, 4]), ParamSpec::new("b", [4, 4])];
-    let layout = Layout::new(&[UnitSpec::new("unit", params)], 2, 1).unwrap();
+    let units = [UnitSpec::new("unit", params)];
+    let layout = Layout::new(&units, 2, 1).unwrap();
     let whole = Updaters::new(&layout, false, false, |_| Some(1));
     assert_eq!([0, 1].map(|rank| whole.sent_elems(rank)), [0, 0]);
     // Of whole replicas only the updates travel.
     let whole = Updaters::new(&layout, true, false, |_| Some(1));
     assert_eq!([0, 1].map(|rank| whole.sent_elems(rank)), [16, 16]);
+    // Of two parts, or copies, one travels to the updater, and its update back.
+    for is_cut in [true, false] {
+        let layout = Layout::new(&units, 1, 1).unwrap();
+        let whole = Updaters::of_parts(&layout, (2, |_| is_cut), false, false, |_| Some(1));
+        assert_eq!([0, 1].map(|rank| whole.sent_elems(rank)), [32, 32]);
+    }
 }

@@ -19,7 +19,9 @@ use zero_models::hf::HfFolder;
 use zero_models::lora::LoraConfig;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::OptimizerConfig;
-use zero_shard::{BlockFormat, Layout, ParamSpec, Sharding, TensorCut, UnitSpec, ZeroStage};
+use zero_shard::{
+    BlockFormat, Layout, ParamSpec, Sharding, TensorCut, TensorPart, UnitSpec, ZeroStage,
+};
 use zero_trainer::param_groups::GroupSettings;
 use zero_trainer::{
     Batch, BatchAt, InitialWeights, Model, ModelError, ModelRanks, Pass, TrainError,
@@ -259,7 +261,7 @@ impl Outcome {
     pub(crate) fn state(&self) -> BTreeMap<String, Vec<u32>> {
         let reader = Reader::open(self.dir.path()).unwrap();
         let mut all = BTreeMap::new();
-        for state in ["master", "first_moment", "second_moment"] {
+        for state in reader.manifest().states.iter().map(|state| &state.name) {
             for param in reader.params() {
                 let mut values = vec![0.0; param.numel_elems as usize];
                 reader
@@ -302,6 +304,19 @@ impl Case {
             limit: Duration::from_secs(60),
             ..Settings::new(stage, self.dtype, zero_models::param_kind)
         }
+    }
+
+    /// The layout of the part of each rank of tensor parallelism over the data ranks.
+    pub(crate) fn part_layout(&self, workload: &dyn Workload<HostDevice>) -> Layout {
+        let ranks = self.mesh.tensor_ranks.unwrap_or(1);
+        let part = TensorPart::new(0, ranks as u64).unwrap();
+        let units = workload.units();
+        let units = units
+            .iter()
+            .map(|unit| part.unit(unit, |param| workload.tensor_cut(param)));
+        let units: Vec<_> = units.collect::<Result<_, _>>().unwrap();
+        let options = self.settings().layout_options();
+        Layout::with_options(&units, (self.ranks / ranks) as u64, options).unwrap()
     }
 
     /// The run's options, with or without a checkpoint at the end.

@@ -2,7 +2,7 @@
 
 use zero::workload::ModelWorkload;
 use zero_alloc::device::DType;
-use zero_shard::ZeroStage;
+use zero_shard::{Layout, ZeroStage};
 use zero_trainer::{CommBytes, RankBytes, RankSummary};
 
 use super::support::{Case, Outcome};
@@ -63,14 +63,24 @@ pub(super) fn memory_stays(summary: &RankSummary, what: &str) {
 
 /// The bytes of a rank that are known before the run.
 pub(super) fn planned(workload: &ModelWorkload, outcome: &Outcome) -> RankBytes {
+    planned_on(workload, outcome, &outcome.layout)
+}
+
+/// As [`planned`], over the data ranks of `layout`.
+pub(super) fn planned_on(
+    workload: &ModelWorkload,
+    outcome: &Outcome,
+    layout: &Layout,
+) -> RankBytes {
     let activations = workload.config.activations_bytes(&workload.options);
     let passes = workload.config.passes();
     RankBytes::new(
         &outcome.settings,
-        &outcome.layout,
+        layout,
         &passes,
         activations,
         true,
+        |param| workload.config.tensor_cut(param),
     )
     .unwrap()
 }

@@ -104,7 +104,7 @@ impl<D: Device> HostOptimizer<D> {
             None => builder,
         };
 
-        let builder = match rank.matrices(true)? {
+        let builder = match rank.matrices()? {
             Some((matrices, of_device)) => {
                 let exchange = HostExchange {
                     of_device,

@@ -39,7 +39,7 @@ impl<D: Device> DeviceOptimizer<D> {
             .param_dtype(settings.dtype)
             .groups(&groups)
             .format(settings.offload.format);
-        let optimizer = match rank.matrices(false)? {
+        let optimizer = match rank.matrices()? {
             Some((matrices, exchange)) => optimizer.matrices(matrices, Arc::new(exchange)),
             None => optimizer,
         };

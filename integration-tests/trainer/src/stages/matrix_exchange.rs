@@ -6,32 +6,29 @@ use std::time::Duration;
 use zero_alloc::device::{AnySlice, Device, Stream};
 use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_optim::{AllToAll, CommExchange, Matrices, MatrixParam, OptimError};
-use zero_shard::ParamId;
+use zero_shard::{GridLayout, ParamId, ParamPlacement, ParamSpec, TensorCut, TensorPart};
 
 use crate::error::TrainError;
+use crate::param_groups::ModelGroups;
 use crate::rank::Rank;
+use crate::settings::Settings;
 
 impl<D: Device> Rank<D> {
     /// The matrices of this rank's part of the state, if there are any, and their exchange.
-    pub(crate) fn matrices(
-        &self,
-        by_unit: bool,
-    ) -> Result<Option<(Matrices, CommExchange<D>)>, TrainError> {
+    pub(crate) fn matrices(&self) -> Result<Option<(Matrices, CommExchange<D>)>, TrainError> {
         let Some(comm) = &self.mesh.matrices else {
             return Ok(None);
         };
-        let replicated = !self.settings.stage.shards_optimizer();
-        let (layout, shard) = match replicated {
-            true => (self.layouts.parts(), self.index()),
-            false => self.layouts.optimizer(self.index()),
+        let part = match &self.tensor {
+            Some(tensor) => tensor.part(self.tensor_rank())?,
+            None => TensorPart::whole(),
         };
-        let of = |id: ParamId| {
-            let group = self.groups.group_with_matrices(id)?;
-            let param = &layout.units()[id.unit].params[id.param];
-            let matrices = (self.settings.muon.matrices_of)(&param.name, &param.shape);
-            Some(MatrixParam { group, matrices })
+        let whole_of = |param: &ParamPlacement| {
+            let tensor = self.tensor.as_ref()?;
+            tensor.param(&param.name).cloned()
         };
-        let matrices = Matrices::new(layout, shard, replicated, by_unit, of)?;
+        let place = (self.index(), part);
+        let matrices = matrices(&self.settings, &self.groups, &self.layouts, place, whole_of)?;
         let stream = match self.settings.overlap {
             true => {
                 let name = format!("rank {} matrices", self.comm.rank());
@@ -42,6 +39,41 @@ impl<D: Device> Rank<D> {
         let exchange = CommExchange::new(Arc::clone(comm), stream);
         Ok(Some((matrices, exchange)))
     }
+}
+
+/// The matrices of data rank `index` with `part` of the model; `whole_of` returns a parameter before it
+/// is cut, and its cut.
+pub(crate) fn matrices(
+    settings: &Settings,
+    groups: &ModelGroups,
+    layouts: &GridLayout,
+    (index, part): (u64, TensorPart),
+    whole_of: impl Fn(&ParamPlacement) -> Option<(ParamSpec, TensorCut)>,
+) -> Result<Matrices, TrainError> {
+    let replicated = !settings.stage.shards_optimizer();
+    let by_unit = settings.offload.updates_on_host();
+    let (layout, shard) = match replicated {
+        true => (layouts.parts(), index),
+        false => layouts.optimizer(index),
+    };
+    let of = |id: ParamId| {
+        let group = groups.group_with_matrices(id)?;
+        let param = &layout.units()[id.unit].params[id.param];
+        let cut = whole_of(param);
+        let shape = cut.as_ref().map_or(&param.shape, |(whole, _)| &whole.shape);
+        Some(MatrixParam {
+            group,
+            matrices: (settings.muon.matrices_of)(&param.name, shape),
+            cut,
+        })
+    };
+    Ok(Matrices::new(
+        layout,
+        (shard, part),
+        replicated,
+        by_unit,
+        of,
+    )?)
 }
 
 /// The exchange of an optimizer of the host, on a device that is the host.

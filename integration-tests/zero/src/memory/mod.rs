@@ -11,7 +11,7 @@ use indicatif::HumanBytes;
 use crate::error::CliError;
 use crate::workload::ModelWorkload;
 use limits::{Limit, LimitKind, cache_bytes, limits};
-use zero_shard::Layout;
+use zero_shard::{Layout, ParamSpec};
 use zero_trainer::{Home, RankBytes, Settings};
 
 /// Stack of a thread (Rust's default), its guard pages and its alternative stack for signals.
@@ -75,7 +75,15 @@ impl RunMemory<'_> {
         let workload = self.workload;
         let activations = workload.config.activations_bytes(&workload.options);
         let passes = workload.config.passes();
-        RankBytes::new(settings, self.layout, &passes, activations, self.saves)
+        let cut_of = |param: &ParamSpec| workload.config.tensor_cut(param);
+        RankBytes::new(
+            settings,
+            self.layout,
+            &passes,
+            activations,
+            self.saves,
+            cut_of,
+        )
     }
 }
 
@@ -210,6 +218,7 @@ fn fits(
         (all(need.buckets), "buckets"),
         (all(need.gathered), "gathered units"),
         (all(need.workspace), "workspace"),
+        (all(need.matrices), "updates of matrices"),
         (all(need.transfers), "transfers to and from NVMe"),
         (all(need.staging), "the copy for a checkpoint"),
         (rest, "threads and heap"),
@@ -256,6 +265,7 @@ mod tests {
         buckets: GIB / 4,
         gathered: 0,
         workspace: 0,
+        matrices: 0,
         transfers: 0,
         staging: GIB / 4,
     };

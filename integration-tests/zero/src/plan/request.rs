@@ -6,7 +6,7 @@ use zero_alloc::device::DType;
 use zero_comm::PrefetchOptions;
 use zero_optim::{Moments, OptimizerConfig};
 use zero_shard::{
-    LayoutOptions, ParamSpec, ShardError, Tie, TransformerShape, UnitSpec, ZeroStage,
+    LayoutOptions, ParamSpec, ShardError, TensorCut, Tie, TransformerShape, UnitSpec, ZeroStage,
 };
 
 use super::args::{Architecture, PlanArgs};
@@ -497,6 +497,7 @@ fn run_of(
         reduce_every_micro_batch: all.reduce_every_micro_batch.unwrap_or(false),
         bucket_capacity_elems: all.bucket_elems.unwrap_or(usize::MAX),
         optimizer: OptimizerConfig::default().sub_group_elems(sub_group),
+        muon: all.muon.settings(0.0),
         offload,
         ..Settings::new(ZeroStage::Three, dtype, zero_models::param_kind)
     };
@@ -700,6 +701,12 @@ impl ModelSize {
             config,
             assumed: false,
         }
+    }
+
+    /// How tensor parallelism cuts a parameter.
+    pub(crate) fn cut_of(&self, param: &ParamSpec) -> TensorCut {
+        let config = self.config.as_ref();
+        config.map_or(TensorCut::Replicated, |config| config.tensor_cut(param))
     }
 
     /// The part of the model on one of `ranks` ranks of tensor parallelism.

@@ -5,8 +5,8 @@ use std::num::NonZero;
 
 use serde::Serialize;
 use zero_shard::{
-    ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, Placement, Routing,
-    ShardError, Sharding, StateBytes, StepTraffic, Tier, UnitLayout, ZeroStage,
+    ActivationBytes, ActivationOptions, Grid, GridLayout, Layout, MemoryModel, ParamSpec,
+    Placement, Routing, ShardError, Sharding, StateBytes, StepTraffic, Tier, UnitLayout, ZeroStage,
 };
 
 use super::request::PlanRequest;
@@ -19,7 +19,7 @@ use zero_models::cuda::matmul;
 use zero_models::{TensorBytes, TensorElems};
 use zero_trainer::{
     OffloadSettings, RankBytes, Settings, device_steps, encoded_bytes, gathers, piece_elems,
-    scratch_elems,
+    planned_matrices, scratch_elems,
 };
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of
@@ -364,6 +364,7 @@ fn all_sent(
 ) -> Result<Sent, ShardError> {
     let (sent, node_egress_bytes) = sent(layout, over_groups, settings)?;
     let all_to_all_bytes = all_to_all_bytes(request);
+    let of_matrices = matrix_bytes(request, over_groups, settings);
     let of_parts = tensor_bytes(request);
     // Each GPU of a node's tensor parallelism sends to other nodes what the first does.
     let cut = request.tensor_ranks() as u64;
@@ -377,10 +378,13 @@ fn all_sent(
             .saturating_add(of_parts.reduce_scatter),
         all_gather_bytes: sent.all_gather_bytes.saturating_add(of_parts.all_gather),
         all_reduce_bytes: sent.all_reduce_bytes.saturating_add(of_parts.all_reduce),
-        all_to_all_bytes: all_to_all_bytes.saturating_add(sent.all_to_all_bytes),
+        all_to_all_bytes: all_to_all_bytes
+            .saturating_add(sent.all_to_all_bytes)
+            .saturating_add(of_matrices),
         total_bytes: sent
             .total_bytes()
             .saturating_add(all_to_all_bytes)
+            .saturating_add(of_matrices)
             .saturating_add(of_parts.total()),
         node_egress_bytes: node_egress_bytes
             .saturating_mul(cut)
@@ -396,6 +400,18 @@ fn all_to_all_bytes(request: &PlanRequest) -> u64 {
         .map_or(0, |(config, options)| config.sequence_elems(&options));
     let bytes = elems.saturating_mul(request.run.dtype.size_bytes() as u64);
     bytes.saturating_mul(request.grad_accum())
+}
+
+/// The bytes that the rank that sends the most sends in Muon's exchanges of a step.
+fn matrix_bytes(request: &PlanRequest, over_groups: &GridLayout, settings: &Settings) -> u64 {
+    let cut_of = |param: &ParamSpec| request.model.cut_of(param);
+    let Ok(Some(matrices)) = planned_matrices(settings, over_groups, cut_of) else {
+        return 0;
+    };
+    let updaters = matrices.updaters();
+    let ranks = 0..updaters.world_size();
+    let most = ranks.map(|rank| updaters.sent_elems(rank)).max();
+    most.unwrap_or(0).saturating_mul(size_of::<f32>() as u64)
 }
 
 /// The bytes that a rank sends in the collectives of tensor parallelism in a step.
@@ -559,7 +575,9 @@ fn on_cores(request: &PlanRequest, settings: &Settings, layout: &Layout) -> Opti
     if request.run.bucket_capacity_elems == usize::MAX {
         settings.bucket_capacity_elems = BUCKET_ELEMS.max(request.machine.gpus as usize);
     }
-    RankBytes::new(&settings, layout, &request.model.passes, activations, true)
+    let model = &request.model;
+    let cut_of = |param: &ParamSpec| model.cut_of(param);
+    RankBytes::new(&settings, layout, &model.passes, activations, true, cut_of)
 }
 
 /// The memory of a process with all ranks.

@@ -202,7 +202,14 @@ impl Planned<'_> {
         let saves = !args.no_checkpoint;
         let activations = model.config.activations_bytes(&options);
         let passes = model.config.passes();
-        let need = RankBytes::new(&settings, &model.layout, &passes, activations, saves);
+        let need = RankBytes::new(
+            &settings,
+            &model.layout,
+            &passes,
+            activations,
+            saves,
+            |param| model.config.tensor_cut(param),
+        );
         let need = need.map_or(u64::MAX, |need| need.total());
         let threads = host_threads(&args, ranks);
         let need = need.saturating_add(rank_overhead_bytes(threads as u64));
