@@ -250,6 +250,11 @@ impl ModelConfig {
         self.decoder().kv_heads
     }
 
+    /// Elements of a head's queries.
+    pub fn head_elems(&self) -> usize {
+        self.decoder().head_dim
+    }
+
     /// Elements of activations that a rank sends to the other ranks of its sequences for one
     /// micro-batch; 0 if it shares none. The options must be valid for the configuration.
     pub fn sequence_elems(&self, options: &ModelOptions) -> u64 {

@@ -6,9 +6,9 @@ use zero_shard::ParamPlacement;
 
 use crate::error::TrainError;
 
-/// Returns the matrices in a tensor, by its name and shape: those of blocks' linear layers. None in
-/// embeddings, the head, norms and biases.
-pub type MatricesOf = fn(&str, &[u64]) -> Vec<Matrix>;
+/// Returns the matrices in a tensor, by its name, its shape and [`MuonSettings::head_elems`]: those of
+/// blocks' linear layers. None in embeddings, the head, norms and biases.
+pub type MatricesOf = fn(&str, &[u64], Option<usize>) -> Vec<Matrix>;
 
 /// Muon in a run.
 #[derive(Clone, Copy, Debug)]
@@ -20,6 +20,8 @@ pub struct MuonSettings {
     pub rule: Muon,
     /// Its learning rate, in place of the optimizer's, with the same schedule.
     pub lr: Option<f64>,
+    /// Outputs of an attention head, if those of queries, keys and values are a matrix for each head.
+    pub head_elems: Option<usize>,
     /// The matrices of the model's tensors.
     pub matrices_of: MatricesOf,
 }
@@ -31,8 +33,14 @@ impl MuonSettings {
             by_default: false,
             rule: Muon::default(),
             lr: None,
+            head_elems: None,
             matrices_of,
         }
+    }
+
+    /// The matrices in a tensor, by its name and shape.
+    pub(crate) fn matrices(&self, name: &str, shape: &[u64]) -> Vec<Matrix> {
+        (self.matrices_of)(name, shape, self.head_elems)
     }
 
     /// Whether a tensor has Muon; `group` is the rule that its group names.
@@ -44,7 +52,7 @@ impl MuonSettings {
         param: &ParamPlacement,
         group: Option<GroupRule>,
     ) -> Result<bool, TrainError> {
-        let has_matrices = !(self.matrices_of)(&param.name, &param.shape).is_empty();
+        let has_matrices = !self.matrices(&param.name, &param.shape).is_empty();
         match group {
             None => Ok(self.by_default && has_matrices),
             Some(GroupRule::Muon) if has_matrices => Ok(true),

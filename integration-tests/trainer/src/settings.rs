@@ -92,7 +92,7 @@ impl Settings {
             quantised_grads: None,
             quantised_frozen: None,
             optimizer: OptimizerConfig::default(),
-            muon: MuonSettings::new(|_, _| Vec::new()),
+            muon: MuonSettings::new(|_, _, _| Vec::new()),
             groups: GroupSettings::default(),
             kind_of,
             adapters: None,

@@ -132,7 +132,7 @@ fn stages_and_homes_agree_to_the_bit() {
                 .params()
                 .find(|(_, placed)| placed.name == param);
             let shape = &shape.unwrap().1.shape;
-            let is_matrix = !matrices_of(param, shape).is_empty();
+            let is_matrix = !matrices_of(param, shape, None).is_empty();
             let is_used = match kind {
                 "master" => true,
                 "momentum" => is_matrix,
@@ -272,7 +272,7 @@ fn memory_and_traffic_are_the_formulas() {
             let of = |id: ParamId| whole[&layout.units()[id.unit].params[id.param].name];
             let cost = |id| {
                 let param = of(id);
-                let matrices = matrices_of(&param.name, &param.shape);
+                let matrices = matrices_of(&param.name, &param.shape, None);
                 let cost = |m: &Matrix| (m.rows * m.cols * m.rows.min(m.cols)) as u64;
                 (!matrices.is_empty()).then(|| matrices.iter().map(cost).sum())
             };

@@ -63,7 +63,7 @@ pub(crate) fn matrices(
         let shape = cut.as_ref().map_or(&param.shape, |(whole, _)| &whole.shape);
         Some(MatrixParam {
             group,
-            matrices: (settings.muon.matrices_of)(&param.name, shape),
+            matrices: settings.muon.matrices(&param.name, shape),
             cut,
         })
     };

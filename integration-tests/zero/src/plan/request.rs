@@ -132,7 +132,8 @@ impl PlanRequest {
         let seq_len = args.seq_len.unwrap_or(positions);
         check_seq_len(seq_len, config)?;
         let zero = file.as_ref().map(|f| f.zero_for(model.shape.hidden));
-        let (mut run, options) = run_of(args, file.as_deref(), zero.as_ref(), &mut notices)?;
+        let head = head_elems(&model);
+        let (mut run, options) = run_of(args, file.as_deref(), zero.as_ref(), head, &mut notices)?;
         run.adapters = adapters(&model);
         let with_stage = file
             .as_ref()
@@ -171,7 +172,8 @@ impl PlanRequest {
     /// # Errors
     /// As [`PlanRequest::new`].
     pub(crate) fn with_run(&self, args: &PlanArgs) -> Result<Self, CliError> {
-        let (mut run, options) = run_of(args, None, None, &mut Vec::new())?;
+        let (mut run, options) =
+            run_of(args, None, None, head_elems(&self.model), &mut Vec::new())?;
         run.adapters = self.run.adapters;
         let request = Self {
             options: ModelOptions {
@@ -457,6 +459,11 @@ fn check_gpus(args: &PlanArgs) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Elements of a head's queries, if they are known.
+fn head_elems(model: &ModelSize) -> Option<usize> {
+    model.config.as_ref().map(ModelConfig::head_elems)
+}
+
 /// The run of `args`: its settings, but for what its stage decides, and the options of its model.
 ///
 /// # Errors
@@ -465,6 +472,7 @@ fn run_of(
     args: &PlanArgs,
     file: Option<&DsConfig>,
     zero: Option<&ZeroOptimization>,
+    head_elems: Option<usize>,
     notices: &mut Vec<String>,
 ) -> Result<(Settings, ModelOptions), CliError> {
     let of_file = file.map(|file| of_file(file, zero)).unwrap_or_default();
@@ -497,7 +505,7 @@ fn run_of(
         reduce_every_micro_batch: all.reduce_every_micro_batch.unwrap_or(false),
         bucket_capacity_elems: all.bucket_elems.unwrap_or(usize::MAX),
         optimizer: OptimizerConfig::default().sub_group_elems(sub_group),
-        muon: all.muon.settings(0.0),
+        muon: all.muon.settings(0.0, head_elems),
         offload,
         ..Settings::new(ZeroStage::Three, dtype, zero_models::param_kind)
     };

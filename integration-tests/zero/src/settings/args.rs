@@ -307,6 +307,7 @@ impl TrainArgs {
             unflagged.prefetch, unflagged.sub_group_elems,
             mesh.shard_group, mesh.shard_optimizer, mesh.hpz, mesh.ulysses, mesh.tensor_parallel,
             muon.optimizer, muon.muon_lr, muon.muon_momentum, muon.muon_adjust, muon.ns_steps,
+            muon.muon_heads,
             quantise.quantize_params, quantise.quantize_grads, quantise.quantize_frozen,
             quantise.error_feedback,
             quantise.error_feedback_beta, quantise.error_feedback_reset,

@@ -32,6 +32,11 @@ pub struct MuonArgs {
     #[arg(long, value_name = "N", value_parser = parse_whole::<u32>)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ns_steps: Option<u32>,
+    /// Orthogonalise queries, keys and values of each attention head alone, not of all heads
+    /// [default: false]
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub muon_heads: Option<bool>,
 }
 
 /// An optimizer.
@@ -69,6 +74,7 @@ impl MuonArgs {
             by_default,
             rule,
             lr,
+            head_elems,
             ..
         } = &settings.muon;
         if !settings.names_muon() {
@@ -83,11 +89,13 @@ impl MuonArgs {
                 _ => MuonAdjust::Original,
             }),
             ns_steps: Some(rule.ns_steps),
+            muon_heads: head_elems.map(|_| true),
         }
     }
 
-    /// Muon in a run whose weight decay is `weight_decay`.
-    pub(crate) fn settings(&self, weight_decay: f64) -> MuonSettings {
+    /// Muon in a run whose weight decay is `weight_decay`, of a model whose heads have `head_elems`
+    /// each.
+    pub(crate) fn settings(&self, weight_decay: f64, head_elems: Option<usize>) -> MuonSettings {
         let own = Muon::default();
         let rule = Muon {
             weight_decay,
@@ -102,6 +110,7 @@ impl MuonArgs {
         MuonSettings {
             by_default: self.optimizer == Some(OptimizerChoice::Muon),
             lr: self.muon_lr,
+            head_elems: head_elems.filter(|_| self.muon_heads == Some(true)),
             rule,
             ..MuonSettings::new(zero_models::matrices_of)
         }
@@ -115,6 +124,7 @@ impl MuonArgs {
             muon_momentum: muon.momentum,
             muon_adjust: None,
             ns_steps: muon.ns_steps,
+            muon_heads: None,
         }
     }
 }
@@ -136,5 +146,11 @@ pub(crate) fn describe(muon: &MuonSettings) -> String {
         MatrixScale::MatchRmsAdamw => "match_rms_adamw",
         _ => "original",
     };
-    format!("{lr}momentum {momentum}, weight decay {weight_decay}, {ns_steps} steps, {adjust}")
+    let heads = match muon.head_elems {
+        Some(_) => ", each head alone",
+        None => "",
+    };
+    format!(
+        "{lr}momentum {momentum}, weight decay {weight_decay}, {ns_steps} steps, {adjust}{heads}"
+    )
 }

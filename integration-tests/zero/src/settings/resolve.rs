@@ -28,6 +28,8 @@ pub(crate) struct RunShape {
     pub(crate) on_gpus: bool,
     /// The hidden size of the model.
     pub(crate) hidden: u64,
+    /// Elements of a head's queries.
+    pub(crate) head_elems: usize,
     /// Units of adapters, if only they are trained.
     pub(crate) adapters: Option<usize>,
 }
@@ -85,7 +87,10 @@ pub(crate) fn settings(
 
     let mut settings = Settings {
         mesh: mesh::settings(&from, &run, notices)?,
-        muon: from.all.muon.settings(rules.hyper.weight_decay),
+        muon: from
+            .all
+            .muon
+            .settings(rules.hyper.weight_decay, Some(shape.head_elems)),
         optimizer: rules,
         groups: optimizer::groups(&from.all),
         adapters: shape.adapters,
@@ -205,6 +210,7 @@ mod tests {
             largest_unit: 1000,
             on_gpus: false,
             hidden: 8,
+            head_elems: 4,
             adapters: None,
         };
         let settings = settings(&sources, shape, &mut Vec::new()).unwrap();

@@ -364,6 +364,7 @@ mod tests {
         --muon-momentum 0.5              => muon.muon_momentum = 0.5
         --muon-adjust match_rms_adamw    => muon.muon_adjust = \"match_rms_adamw\"
         --ns-steps 3                     => muon.ns_steps = 3
+        --muon-heads                     => muon.muon_heads = true
         --quantize-params int8           => quantise.quantize_params = \"int8\"
         --quantize-grads int8,int4       => quantise.quantize_grads = \"int8,int4\"
         --quantize-frozen nf4            => quantise.quantize_frozen = \"nf4\"

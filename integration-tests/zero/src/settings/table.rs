@@ -49,6 +49,7 @@ const MUON: &[Row] = &[
     Row::new("muon.muon_momentum", "--muon-momentum").key("optimizer.params.momentum"),
     Row::new("muon.muon_adjust", "--muon-adjust"),
     Row::new("muon.ns_steps", "--ns-steps").key("optimizer.params.ns_steps"),
+    Row::new("muon.muon_heads", "--muon-heads"),
 ];
 
 const QUANTISE: &[Row] = &[

@@ -141,6 +141,7 @@ impl ChosenModel {
             largest_unit: units.map(|unit| unit.padded_elems).max().unwrap_or(0),
             on_gpus: run.on_gpus,
             hidden: self.config.hidden() as u64,
+            head_elems: self.config.head_elems(),
             adapters: self.config.lora().map(|_| self.config.adapter_units()),
         }
     }
