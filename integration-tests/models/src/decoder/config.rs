@@ -266,6 +266,12 @@ impl DecoderConfig {
         of_heads + of_norms
     }
 
+    /// Whether anything is trained that a block's input depends on. Otherwise its gradient is not
+    /// computed.
+    pub(crate) fn trains_before(&self, layer: usize) -> bool {
+        self.lora.is_none() || layer > 0
+    }
+
     /// Units of adapters, which are the first ones.
     pub(crate) fn adapter_units(&self) -> usize {
         self.lora.as_ref().map_or(0, |_| self.layers)

@@ -436,9 +436,11 @@ impl Operations {
             Backward::Qkv => {
                 let dqkv = &mut s.wide[a.attended.len()..][..a.qkv.len()];
                 self.heads_backward(dqkv, g.qk_norm, [a.raw, a.raw_stats], &block, p);
-                block
-                    .qkv
-                    .backward(linear(g.qkv, qkv), s.narrow, a.norm1, dqkv);
+                let dx = match self.config.trains_before(p.layer) {
+                    true => s.narrow,
+                    false => &mut [],
+                };
+                block.qkv.backward(linear(g.qkv, qkv), dx, a.norm1, dqkv);
             }
             Backward::Norm1 => {
                 let norm = &block.norm1;
