@@ -1,6 +1,6 @@
 """Adapters of zero against those of PEFT: losses, the adapters after training, logits of the exported folder, and the merged model.
 
-    python peft_adapters.py PATH/TO/zero [--nf4] [--model HF_DIR --seq-len 128]     # prints a table; fails above the limits
+    python peft_adapters.py PATH/TO/zero [--nf4] [--model HF_DIR --seq-len 128 --lr 1e-3]     # prints a table; fails above the limits
 
 Each variant is a small random model of transformers with adapters of PEFT, whose B is not zero. PyTorch and `zero train --lora`
 train them on the same tokens (AdamW, fp32); `zero ckpt export` then writes a folder that PEFT loads, and with --merge a model that
@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 transformers.utils.logging.disable_progress_bar()
-ROWS, STEPS, LR, DECAY = 4, 10, 5e-3, 0.1
+ROWS, STEPS, DECAY = 4, 10, 0.1
 SHAPE = dict(
     vocab_size=97, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=40,
     max_position_embeddings=64, initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=None,
@@ -65,7 +65,7 @@ def load(base, nf4=False):
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **flags)
 
 
-def compare(zero, folder, base, lora, seq, ranks, stage, nf4):
+def compare(zero, folder, base, lora, seq, ranks, stage, lr, nf4):
     """Differences of losses, of adapters, of logits, of merged weights; bytes of the checkpoint by those of adapters and state."""
     torch.manual_seed(3)
     model = get_peft_model(load(base, nf4), LoraConfig(task_type="CAUSAL_LM", **lora))
@@ -81,7 +81,7 @@ def compare(zero, folder, base, lora, seq, ranks, stage, nf4):
 
     ids = torch.tensor(tokens.astype("int64"))
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=DECAY)
     losses = []
     for step in range(STEPS):
         rows = ids[step * ROWS * seq :][: ROWS * seq + 1]
@@ -94,7 +94,7 @@ def compare(zero, folder, base, lora, seq, ranks, stage, nf4):
         losses.append(loss.item())
 
     run(zero, "train", "--model", base, "--lora", folder / "lora", "--data", folder / "tokens.bin", "--ranks", ranks, "--stage", stage,
-        "--micro-batch", ROWS // ranks, "--seq-len", seq, "--steps", STEPS, "--lr", LR, "--weight-decay", DECAY, "--threads", 1,
+        "--micro-batch", ROWS // ranks, "--seq-len", seq, "--steps", STEPS, "--lr", lr, "--weight-decay", DECAY, "--threads", 1,
         "--checkpoint", folder / "saves", "--metrics", folder / "metrics.jsonl", "--device", "cpu",
         *(["--quantize-frozen", "nf4"] if nf4 else []))
     run(zero, "ckpt", "export", folder / "saves", folder / "peft")
@@ -128,6 +128,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("zero")
     parser.add_argument("--model")
+    parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--nf4", action="store_true")
     parser.add_argument("--seq-len", type=int, default=32)
     args = parser.parse_args()
@@ -152,7 +153,7 @@ def main():
                 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **keys), dtype=torch.float32)
                 model.save_pretrained(base)
             ranks, stage = [(1, 0), (2, 3), (4, 2), (2, 1)][at % 4]
-            found = compare(args.zero, folder, base, lora, args.seq_len, ranks, stage, args.nf4)
+            found = compare(args.zero, folder, base, lora, args.seq_len, ranks, stage, args.lr, args.nf4)
             failed |= any(value > limit for value, limit in zip(found, limits))
             print(f"{name:<24} {ranks:>5} {stage:>5} " + " ".join(f"{value:9.1e}" for value in found), flush=True)
     sys.exit("a difference is above its limit" if failed else 0)
