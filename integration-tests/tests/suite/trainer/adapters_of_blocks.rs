@@ -16,7 +16,7 @@ use super::identical::all_same;
 use super::resume::{continued, same_without_a_stop};
 use super::support::{Case, groups_of, homes, shared};
 use super::tensor;
-use super::ulysses::stages_agree;
+use super::ulysses::{close, stages_agree};
 
 fn lora(targets: &[&str], dropout: f32) -> LoraConfig {
     LoraConfig {
@@ -345,6 +345,12 @@ fn parts_have_the_numbers_of_whole_adapters() {
                 case.steps = 3;
             });
             stages_agree(&base, &tensor::whole(&base));
+
+            if ranks == 2 {
+                let shared = base.with(|case| case.mesh.sequence_ranks = Some(2));
+                let what = format!("{shared:?}");
+                close(&shared.run_tiny(), &tensor::whole(&shared), 1e-6, &what);
+            }
         }
     }
 }
