@@ -65,7 +65,7 @@ struct RowTransfers {
 }
 
 impl RowTransfers {
-    /// Those of a model of `layers` blocks, whose embedding has a gradient or has not.
+    /// Those of a model of `layers` blocks. `trains_embedding`: its gradient is computed.
     ///
     /// A block has two sums in its forward and two in its backward; embedding and head have one
     /// each. With sequence parallelism the input of each first matrix is gathered, and in backward

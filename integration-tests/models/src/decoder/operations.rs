@@ -181,7 +181,7 @@ impl Operations {
                 scale: lora.scale(),
                 dropout: dropout.map(|dropout| {
                     (
-                        dropout.from_line(span.first).from_column(column),
+                        dropout.from_line(span.first).of_columns_from(column),
                         span.tokens,
                     )
                 }),

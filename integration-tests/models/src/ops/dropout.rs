@@ -94,7 +94,7 @@ impl Dropout<'_> {
 
     /// The same dropout of lines of which the first element is element `column`.
     #[must_use]
-    pub(crate) fn from_column(self, column: usize) -> Self {
+    pub(crate) fn of_columns_from(self, column: usize) -> Self {
         Self { column, ..self }
     }
 
