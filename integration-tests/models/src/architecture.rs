@@ -205,11 +205,6 @@ impl ModelConfig {
     /// An invalid configuration, or batch sizes outside the model's limits.
     pub fn check(&self, options: &ModelOptions) -> Result<(), ModelError> {
         self.validate()?;
-        if self.lora().is_some() && options.tensor_ranks > 1 {
-            return Err(ModelError::from(
-                "adapters (--lora) are not cut among ranks: remove --tensor-parallel, or --lora",
-            ));
-        }
         self.check_tensor_ranks(options.tensor_ranks)?;
         let part = self.decoder().cut(options.tensor_ranks);
         options.validate(self.max_positions(), [part.heads, part.kv_heads])?;

@@ -98,13 +98,14 @@ mod tests {
 
     use super::*;
     use crate::ModelConfig;
+    use crate::lora::PREFIX;
 
     /// Each kind of parameter of each preset, by hand.
     #[test]
     fn parameters_are_cut_as_megatron_does() {
         let [gpt2, llama] = ["nano", "llama2-7b"].map(|name| ModelConfig::preset(name).unwrap());
         let cut = |name: &str| {
-            let config = if name.starts_with("model.") {
+            let config = if name.contains("model.layers.") || name.starts_with("model.") {
                 &llama
             } else {
                 &gpt2
@@ -129,6 +130,10 @@ mod tests {
             (format!("{l}mlp.gate_proj.weight"), 0, 1),
             (format!("{l}mlp.up_proj.bias"), 0, 1),
             (format!("{l}mlp.down_proj.weight"), 1, 1),
+            (format!("{PREFIX}{h}attn.c_attn.lora_B.weight"), 0, 3),
+            (format!("{PREFIX}{h}mlp.c_proj.lora_A.weight"), 1, 1),
+            (format!("{PREFIX}{l}mlp.gate_proj.lora_B.weight"), 0, 1),
+            (format!("{PREFIX}{l}self_attn.o_proj.lora_A.weight"), 1, 1),
         ] {
             assert_eq!(cut(&name), TensorCut::Dim { dim, blocks }, "{name}");
         }
@@ -141,6 +146,10 @@ mod tests {
             "model.layers.0.self_attn.o_proj.bias",
             "model.layers.0.self_attn.q_norm.weight",
             "model.layers.0.mlp.down_proj.bias",
+            "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight",
+            "base_model.model.transformer.h.0.attn.c_proj.lora_B.weight",
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+            "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight",
         ] {
             assert_eq!(cut(name), TensorCut::Replicated, "{name}");
         }

@@ -65,20 +65,21 @@ struct RowTransfers {
 }
 
 impl RowTransfers {
-    /// Those of a model of `layers` blocks.
+    /// Those of a model of `layers` blocks. `trains_embedding`: its gradient is computed.
     ///
     /// A block has two sums in its forward and two in its backward; embedding and head have one
     /// each. With sequence parallelism the input of each first matrix is gathered, and in backward
     /// again (on the host only if it is not there from the repeated forward), as is the gradient of
-    /// each second matrix's output. A repeated forward needs no sum of the block's output.
-    fn of(options: &ModelOptions, layers: u64, on_gpu: bool) -> Self {
+    /// each second matrix's output, and that of the embedding's output. A repeated forward needs no sum of the block's output.
+    fn of(options: &ModelOptions, layers: u64, on_gpu: bool, trains_embedding: bool) -> Self {
         let repeats = u64::from(options.activation_checkpointing);
         let has_inputs = options.activation_checkpointing && !on_gpu;
+        let of_embedding = u64::from(trains_embedding);
         let [again, inputs] = [2 * repeats, if has_inputs { 0 } else { 2 }];
         Self {
-            sums: (4 + repeats) * layers + 2,
+            sums: (4 + repeats) * layers + 1 + of_embedding,
             gathers: match options.sequence_parallel {
-                true => (2 + again + inputs + 2) * layers + 2,
+                true => (2 + again + inputs + 2) * layers + 1 + of_embedding,
                 false => 0,
             },
         }
@@ -94,13 +95,14 @@ impl ModelConfig {
         let tokens = options.tokens() as u64;
         let row = tokens * self.hidden() as u64;
         let layers = self.layers() as u64;
-        let RowTransfers { sums, gathers } = RowTransfers::of(options, layers, on_gpu);
         let config = self.decoder();
+        let trains_base = config.lora.is_none();
+        let RowTransfers { sums, gathers } = RowTransfers::of(options, layers, on_gpu, trains_base);
         let of_block = match on_gpu {
             true => gpu::partial_elems(&config, options),
             false => config.partial_elems(options),
         };
-        let of_head = match options.sequence_parallel {
+        let of_head = match options.sequence_parallel && trains_base {
             true => config.norm.params() * config.width,
             false => 0,
         };

@@ -144,7 +144,10 @@ impl<'a, D: Device, M: Model<D> + ?Sized> Steps<'a, D, M> {
 
     pub(crate) fn backward(&mut self) -> Result<(), ModelError> {
         let stream = &self.arrays.stream;
-        for (i, pass) in self.passes.iter().enumerate().rev() {
+        // As in the trainer, nothing is computed before the first pass that trains something.
+        let trains = |pass: &Pass| !pass.grads.is_empty();
+        let first = self.passes.iter().position(trains).unwrap_or_default();
+        for (i, pass) in self.passes.iter().enumerate().skip(first).rev() {
             let reads = pass.backward_reads.iter().map(|&u| self.params[u]);
             let reads: Vec<_> = reads.collect();
             let grads: Vec<_> = pass.grads.iter().map(|&u| self.grads[u]).collect();

@@ -31,7 +31,7 @@ pub(crate) struct RunUnits {
 pub(crate) struct CutUnits {
     /// Ranks of tensor parallelism.
     ranks: u64,
-    /// The units before they are cut.
+    /// The saved units before they are cut.
     pub(crate) whole: Vec<UnitSpec>,
     params: HashMap<String, (ParamSpec, TensorCut)>,
     /// Elements of a rank's part of each unit that other ranks do not have: the first ones.
@@ -70,14 +70,16 @@ impl RunUnits {
             ));
         }
 
-        let joined = joined_units(&units, tensor_ranks, data_ranks, SHARD_ALIGN_ELEMS)?;
-        let (name, document) = TensorParallel::new(&whole, tensor_ranks, cut_of)?.document()?;
+        let saved = settings.saved_units(units.len());
+        let joined = joined_units(&units[..saved], tensor_ranks, data_ranks, SHARD_ALIGN_ELEMS)?;
+        let saved = &whole[..saved];
+        let (name, document) = TensorParallel::new(saved, tensor_ranks, cut_of)?.document()?;
         let params = whole.iter().flat_map(|unit| &unit.params);
         let params = params.map(|param| (param.name.clone(), (param.clone(), cut_of(param))));
         let tensor = CutUnits {
             ranks: tensor_ranks,
             params: params.collect(),
-            whole,
+            whole: saved.to_vec(),
             cut_elems,
             document: (name, document),
         };

@@ -252,9 +252,16 @@ impl DecoderConfig {
         [all.embedding, all.attention, self.residual_dropout()] != [0.0; 3]
     }
 
-    /// Elements of the gradients of a block's norms of which each rank of tensor parallelism has a part
-    /// of the sum: those of the norms of heads, and with sequence parallelism of all norms.
+    /// Elements of the gradients of a block of which each rank of tensor parallelism has a part of the
+    /// sum: those of the norms of heads, and with sequence parallelism of all norms. If the block has
+    /// adapters, those of their matrices that are not cut, of which one side is the width.
     pub(crate) fn partial_elems(&self, options: &ModelOptions) -> usize {
+        if let Some(lora) = &self.lora {
+            return match options.tensor_ranks {
+                1 => 0,
+                _ => lora.r * self.width * self.adapters(0).iter().flatten().count(),
+            };
+        }
         let of_heads = match self.qk_norm && options.tensor_ranks > 1 {
             true => 2 * self.head_dim,
             false => 0,
@@ -264,6 +271,12 @@ impl DecoderConfig {
             false => 0,
         };
         of_heads + of_norms
+    }
+
+    /// Whether anything is trained that a block's input depends on. Otherwise its gradient is not
+    /// computed.
+    pub(crate) fn trains_before(&self, layer: usize) -> bool {
+        self.lora.is_none() || layer > 0
     }
 
     /// Units of adapters, which are the first ones.
@@ -448,6 +461,7 @@ impl DecoderConfig {
     /// The first matrix of attention and of the MLP is cut by its outputs, so that each rank has whole
     /// heads; the second by its inputs, so that the ranks' outputs are summed. Embedding and head are
     /// cut by tokens. Norms, the biases of second matrices and positions are the same on all ranks.
+    /// An adapter is cut as its matrix: B by the outputs of a first one, and A by the inputs of a second.
     pub(crate) fn cut_of(&self, name: &str) -> TensorCut {
         let names = self.names;
         let dim = |dim, blocks| TensorCut::Dim { dim, blocks };
@@ -457,21 +471,24 @@ impl DecoderConfig {
         let Some((module, kind)) = name.rsplit_once('.') else {
             return TensorCut::Replicated;
         };
+        let (module, matrix) = module.rsplit_once(".lora_").unwrap_or((module, ""));
         let is_any = |modules: &[&str]| modules.iter().any(|&end| module.ends_with(end));
         let is_first = is_any(names.qkv) || is_any(names.up);
+        let is_second = is_any(&[names.output, names.down]);
         // Queries, keys and values of one matrix are cut by heads, each.
         let blocks = match is_any(names.qkv) && names.qkv.len() == 1 {
             true => 3,
             false => 1,
         };
-        match (kind, self.order) {
-            ("bias", _) if is_first => dim(0, blocks),
-            ("weight", MatrixOrder::InputsFirst) if is_first => dim(1, blocks),
-            ("weight", MatrixOrder::OutputsFirst) if is_first => dim(0, blocks),
-            ("weight", order) if is_any(&[names.output, names.down]) => match order {
-                MatrixOrder::InputsFirst => dim(0, 1),
-                MatrixOrder::OutputsFirst => dim(1, 1),
-            },
+        match (matrix, kind, self.order) {
+            ("B", _, _) if is_first => dim(0, blocks),
+            ("A", _, _) if is_second => dim(1, 1),
+            ("A" | "B", _, _) => TensorCut::Replicated,
+            (_, "bias", _) if is_first => dim(0, blocks),
+            (_, "weight", MatrixOrder::InputsFirst) if is_first => dim(1, blocks),
+            (_, "weight", MatrixOrder::OutputsFirst) if is_first => dim(0, blocks),
+            (_, "weight", MatrixOrder::InputsFirst) if is_second => dim(0, 1),
+            (_, "weight", MatrixOrder::OutputsFirst) if is_second => dim(1, 1),
             _ => TensorCut::Replicated,
         }
     }

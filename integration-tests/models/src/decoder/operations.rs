@@ -165,6 +165,12 @@ impl Operations {
         };
         let span = self.span();
         let adapter = |of: &AdapterRanges| {
+            // Of a second matrix the rank has some inputs.
+            let inputs = of.a.len() / lora.r;
+            let column = match of.partial[1].is_empty() {
+                true => 0,
+                false => self.tensor.rank * inputs,
+            };
             let site = ADAPTER_SITES | (p.layer as u32 * PLACES + of.place);
             let dropout = p.draws.dropout(lora.dropout, site);
             Adapter {
@@ -173,7 +179,12 @@ impl Operations {
                 r: lora.r,
                 outputs: of.outputs.clone(),
                 scale: lora.scale(),
-                dropout: dropout.map(|dropout| (dropout.from_line(span.first), span.tokens)),
+                dropout: dropout.map(|dropout| {
+                    (
+                        dropout.from_line(span.first).of_columns_from(column),
+                        span.tokens,
+                    )
+                }),
             }
         };
         ranges.iter().map(adapter).collect()
@@ -342,7 +353,16 @@ impl Operations {
     fn places<'g>(&self, grad: &'g mut [f32], sums: &'g mut [f32], p: &Flat<'_>) -> BlockGrads<'g> {
         if self.config.lora.is_some() {
             let mut part = split_ranges(grad);
-            let mut of = |of: &AdapterRanges| [part(of.a.clone()), part(of.b.clone())];
+            let mut sum = split_ranges(sums);
+            let mut place = |range: &Range<usize>, partial: &Range<usize>| match partial.is_empty()
+            {
+                true => part(range.clone()),
+                false => sum(partial.clone()),
+            };
+            let mut of = |of: &AdapterRanges| {
+                let [a, b] = &of.partial;
+                [place(&of.a, a), place(&of.b, b)]
+            };
             return BlockGrads {
                 base: p.ranges.block.clone().map(|_| &mut [][..]),
                 adapters: p
@@ -367,6 +387,15 @@ impl Operations {
 
     /// Adds the partial sums to the unit's gradient.
     pub(super) fn add_partial_sums(&self, grad: &mut [f32], sums: &mut [f32], p: &Flat<'_>) {
+        if self.config.lora.is_some() {
+            let mut grad = split_ranges(grad);
+            for of in p.ranges.adapters.iter().flatten() {
+                for (range, partial) in [&of.a, &of.b].into_iter().zip(&of.partial) {
+                    add(grad(range.clone()), &sums[partial.clone()]);
+                }
+            }
+            return;
+        }
         let mut grads = p.ranges.block.clone().map(split_ranges(grad));
         let sums = self.partial(p).map(split_ranges(sums));
         for (grad, sums) in grads.norms().into_iter().zip(sums) {
@@ -436,9 +465,11 @@ impl Operations {
             Backward::Qkv => {
                 let dqkv = &mut s.wide[a.attended.len()..][..a.qkv.len()];
                 self.heads_backward(dqkv, g.qk_norm, [a.raw, a.raw_stats], &block, p);
-                block
-                    .qkv
-                    .backward(linear(g.qkv, qkv), s.narrow, a.norm1, dqkv);
+                let dx = match self.config.trains_before(p.layer) {
+                    true => s.narrow,
+                    false => &mut [],
+                };
+                block.qkv.backward(linear(g.qkv, qkv), dx, a.norm1, dqkv);
             }
             Backward::Norm1 => {
                 let norm = &block.norm1;

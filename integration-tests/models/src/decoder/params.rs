@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use zero_alloc::device::{AnySlice, Cause, DType, DeviceError, Element};
 use zero_kernels::{Float, host};
-use zero_shard::{BlockFormat, Layout, ParamPlacement, ParamSpec, UnitLayout, UnitSpec};
+use zero_shard::{BlockFormat, Layout, ParamPlacement, ParamSpec, TensorCut, UnitLayout, UnitSpec};
 use zero_trainer::{Batch, ModelError};
 
 use super::block_params::BlockParams;
@@ -47,6 +47,9 @@ pub(crate) struct AdapterRanges {
     pub(crate) outputs: Range<usize>,
     /// The number of the module in its block.
     pub(crate) place: u32,
+    /// Places of A and B in a block's partial sums over the ranks of tensor parallelism; empty where each
+    /// rank has the gradient itself.
+    pub(crate) partial: [Range<usize>; 2],
 }
 
 impl ParamRanges {
@@ -76,15 +79,31 @@ impl ParamRanges {
     ) -> Result<Self, ModelError> {
         let layout = Layout::with_options(units, 1, options.layout.clone())?;
         let (adapted, units) = layout.units().split_at(config.adapter_units());
-        let adapters = config.adapters(0).map(|adapters| {
-            let ranges = adapters.into_iter().map(|adapter| AdapterRanges {
-                outputs: adapter.outputs,
-                place: adapter.place,
-                a: range_of(adapted.first(), &[adapter.a]),
-                b: range_of(adapted.first(), &[adapter.b]),
+        let mut end = 0;
+        let adapters = config
+            .cut(options.tensor_ranks)
+            .adapters(0)
+            .map(|adapters| {
+                let ranges = adapters.into_iter().map(|adapter| {
+                    let partial = [&adapter.a, &adapter.b].map(|param| {
+                        let start = end;
+                        if options.tensor_ranks > 1
+                            && config.cut_of(&param.name) == TensorCut::Replicated
+                        {
+                            end += param.shape.iter().product::<u64>() as usize;
+                        }
+                        start..end
+                    });
+                    AdapterRanges {
+                        outputs: adapter.outputs,
+                        place: adapter.place,
+                        a: range_of(adapted.first(), &[adapter.a]),
+                        b: range_of(adapted.first(), &[adapter.b]),
+                        partial,
+                    }
+                });
+                ranges.collect()
             });
-            ranges.collect()
-        });
         let mut embeddings = config.embedding_params().into_iter();
         let [tokens, positions] = [(); 2].map(|()| embeddings.next());
         let [first, block, last] = [units.first(), units.get(1), units.last()];

@@ -140,7 +140,8 @@ impl<'a> Steps<'a> {
         out.map_or(Ok(()), |out| self.branch(Branch::Mlp, out, block.mid))
     }
 
-    /// A block's backward, from the gradient of its output in `scratch.dres` to that of its input.
+    /// A block's backward, from the gradient of its output in `scratch.dres` to that of its input, if
+    /// that is of use.
     pub(super) fn backward_block(&mut self) -> Result<(), ModelError> {
         let block = self.activations().block;
         let s = self.scratch();
@@ -154,7 +155,10 @@ impl<'a> Steps<'a> {
         self.gradient_of_branch(Branch::Attention)?;
         self.norm_again(Forward::Norm1)?;
         self.attend_backward()?;
-        self.norm_backward(Backward::Norm1)?;
+        let layer = self.pass - 1;
+        if self.engine.ops.config.trains_before(layer) {
+            self.norm_backward(Backward::Norm1)?;
+        }
         self.end_partial_sums()
     }
 }

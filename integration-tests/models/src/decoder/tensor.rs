@@ -13,7 +13,8 @@
 //!
 //! Bias, dropout and residual are added to own rows after the sum. The partial sums are the gradients
 //! of parameters that all ranks have, of which each rank has computed those of its heads (the norms
-//! of queries and keys) or of its rows (with sequence parallelism, all norms). The head exchanges
+//! of queries and keys) or of its rows (with sequence parallelism, all norms), and of adapters A of
+//! first matrices and B of second ones. The head exchanges
 //! [`STATISTICS`](crate::ops::cross_entropy::STATISTICS) numbers a token, in place of logits.
 
 use zero_alloc::device::DeviceSlice;
@@ -253,7 +254,8 @@ impl Steps<'_> {
         self.sum_rows(sums)?;
         let [dout, dres] = [sums, s.dres].map(|rows| self.own(rows).0);
         let group = self.groups.tensor.as_ref();
-        let divided = group.filter(|group| group.divides_rows);
+        let trains = self.engine.ops.config.lora.is_none();
+        let divided = group.filter(|group| group.divides_rows && trains);
         let elems = self.engine.ops.final_norm_elems();
         let partial = s.logits.slice(0..divided.map_or(0, |_| elems));
 

@@ -106,14 +106,18 @@ impl Engine {
                         let loss = unsafe { loss.as_host_mut() };
                         loss[0] += sum / divisor;
                     }
+                    if loss_scale.is_none() {
+                        return;
+                    }
+                    let w = flat.head_weight(part.len * width);
+                    let layer = head::layer(w, part.len);
+                    layer.input_gradient(&mut s.narrow[start * width..end * width], logits);
+                    // No gradient: all is frozen.
                     let Some(matrix) = grads.pop() else { return };
                     let dw = match grads.is_empty() {
                         true => &mut matrix[flat.ranges.head.start..],
                         false => &mut matrix[flat.ranges.tokens.start..],
                     };
-                    let w = flat.head_weight(part.len * width);
-                    let layer = head::layer(w, part.len);
-                    layer.input_gradient(&mut s.narrow[start * width..end * width], logits);
                     layer.weight_gradient([&mut dw[..w.len()], &mut []], out, logits);
                 },
             )?;

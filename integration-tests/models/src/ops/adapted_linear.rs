@@ -48,13 +48,16 @@ impl AdaptedLinear<'_> {
         self.adapt(y, x);
     }
 
-    /// Writes the gradient of x to `dx`, and adds those of the parameters that are trained.
+    /// Writes the gradient of x to `dx`, unless that is empty, and adds those of the parameters that are
+    /// trained.
     pub fn backward(&self, grads: AdaptedGrads<'_>, dx: &mut [f32], x: &[f32], dy: &[f32]) {
         let AdaptedGrads { base, adapters } = grads;
         if !base[0].is_empty() {
             self.base.weight_gradient(base, x, dy);
         }
-        self.base.input_gradient(dx, dy);
+        if !dx.is_empty() {
+            self.base.input_gradient(dx, dy);
+        }
         for (adapter, grads) in self.adapters.iter().zip(adapters) {
             adapter.backward(grads, dx, x, dy, self.base.outputs);
         }
@@ -181,7 +184,8 @@ impl Adapter<'_> {
         }
     }
 
-    /// Adds the gradients of A and B, and to `dx` that of x. `dy` is that of the layer's outputs.
+    /// Adds the gradients of A and B, and to `dx`, unless that is empty, that of x. `dy` is that of the
+    /// layer's outputs.
     fn backward(
         &self,
         [da, db]: [&mut [f32]; 2],
@@ -193,8 +197,10 @@ impl Adapter<'_> {
         let rows = self.rows_at_once();
         let inputs = self.inputs();
         let [down, up] = self.layers();
-        let parts = dx.chunks_mut(rows * inputs).zip(x.chunks(rows * inputs));
-        for (i, ((dx, x), dy)) in parts.zip(dy.chunks(rows * width)).enumerate() {
+        let mut dx = dx.chunks_mut(rows * inputs);
+        let parts = x.chunks(rows * inputs).zip(dy.chunks(rows * width));
+        for (i, (x, dy)) in parts.enumerate() {
+            let dx = dx.next();
             self.with_scratch(dy.len() / width, |s| {
                 let x = self.hidden(s.hidden, s.dropped, x, i * rows);
                 by_rows(s.out, self.outputs.len(), width, dy, |out, dy| {
@@ -204,6 +210,7 @@ impl Adapter<'_> {
                 up.input_gradient(s.dhidden, s.out);
                 scale(s.dhidden, self.scale);
                 down.weight_gradient([da, &mut []], x, s.dhidden);
+                let Some(dx) = dx else { return };
                 down.input_gradient(s.dx, s.dhidden);
                 if let Some((dropout, seq)) = self.dropout {
                     dropout.of_rows_from(i * rows).apply(s.dx, seq, inputs);

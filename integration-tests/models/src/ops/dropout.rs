@@ -35,6 +35,7 @@ impl Draws {
             site,
             first: 0,
             row: 0,
+            column: 0,
         })
     }
 
@@ -74,6 +75,8 @@ pub struct Dropout<'a> {
     first: usize,
     /// The first row of all sequences' rows.
     row: usize,
+    /// The first element of each line.
+    column: usize,
 }
 
 impl Dropout<'_> {
@@ -89,9 +92,16 @@ impl Dropout<'_> {
         Self { row, ..self }
     }
 
+    /// The same dropout of lines of which the first element is element `column`.
+    #[must_use]
+    pub(crate) fn of_columns_from(self, column: usize) -> Self {
+        Self { column, ..self }
+    }
+
     /// Writes the factors of elements `first..` of a line of a sequence.
     pub fn factors(self, out: &mut [f32], sequence: usize, line: usize, first: usize) {
         let high = (self.first + line) as u64;
+        let first = self.column + first;
         let low = u64::from(self.site) << 32 | (first / 4) as u64;
         let stream = &self.streams[sequence];
         factors_from(out, stream, [high, low], first % 4, self.limits);

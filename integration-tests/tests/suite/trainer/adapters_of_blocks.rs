@@ -3,6 +3,7 @@
 
 use integration_tests::{GPT2, LLAMA, Oracle, QWEN2, relative_error};
 use serde_json::Value;
+use zero::workload::ModelWorkload;
 use zero_alloc::device::DType;
 use zero_kernels::AdamHyper;
 use zero_models::hf::adapters::Adapters;
@@ -14,6 +15,8 @@ use zero_trainer::Home;
 use super::identical::all_same;
 use super::resume::{continued, same_without_a_stop};
 use super::support::{Case, groups_of, homes, shared};
+use super::tensor;
+use super::ulysses::{close, stages_agree};
 
 fn lora(targets: &[&str], dropout: f32) -> LoraConfig {
     LoraConfig {
@@ -330,13 +333,63 @@ fn walk(dir: &std::path::Path) -> u64 {
     bytes.sum()
 }
 
+/// Tensor parallelism cuts A or B of an adapter, and sums the gradient of the other over its ranks.
 #[test]
-fn tensor_parallelism_is_refused() {
-    let case = Case {
-        mesh: super::support::parts(2),
-        lora: Some(lora(&["c_attn"], 0.0)),
-        ..Case::default()
+fn parts_have_the_numbers_of_whole_adapters() {
+    for ((oracle, lora), ranks) in cases().into_iter().zip([2, 4, 2, 4]) {
+        for sequence_parallel in [false, true] {
+            let base = tensor::case(oracle, 2, ranks).with(|case| {
+                case.lora = Some(lora.clone());
+                case.sequence_parallel = sequence_parallel;
+                case.activation_checkpointing = ranks == 4;
+                case.steps = 3;
+            });
+            stages_agree(&base, &tensor::whole(&base));
+
+            if ranks == 2 {
+                let shared = base.with(|case| case.mesh.sequence_ranks = Some(2));
+                let what = format!("{shared:?}");
+                close(&shared.run_tiny(), &tensor::whole(&shared), 1e-6, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn parts_send_the_bytes_of_the_formula() {
+    for (oracle, lora) in cases() {
+        for (sequence_parallel, activation_checkpointing) in
+            [(false, false), (true, false), (true, true)]
+        {
+            let case = tensor::case(oracle, 1, 2).with(|case| {
+                case.lora = Some(lora.clone());
+                case.sequence_parallel = sequence_parallel;
+                case.activation_checkpointing = activation_checkpointing;
+            });
+            let workload = case.tiny();
+            let last = case.run(&workload).steps.pop().unwrap();
+            let ModelWorkload {
+                config, options, ..
+            } = &workload;
+            let sent = config.tensor_elems(options, false).bytes(4);
+            let counted = last.comm_bytes;
+            assert_eq!(counted.all_reduce, sent.all_reduce, "{case:?}");
+            assert_eq!(counted.reduce_scatter, sent.reduce_scatter, "{case:?}");
+            let held = config.activations_bytes(options);
+            assert_eq!(last.memory.activations_bytes, held, "{case:?}");
+        }
+    }
+}
+
+#[test]
+fn resumes_at_any_number_of_parts() {
+    let (_, lora) = cases().into_iter().next_back().unwrap();
+    let at = |(data_ranks, ranks, stage)| Case {
+        stage,
+        micro_batch: 8 / data_ranks,
+        lora: Some(lora.clone()),
+        ..tensor::case(QWEN2, data_ranks, ranks)
     };
-    let text = case.refusal();
-    assert!(text.contains("--tensor-parallel"), "{text}");
+    let cases = [(2, 2, 3), (1, 4, 2), (4, 1, 3), (1, 2, 1)].map(at);
+    continued(&cases, Some(&at((4, 1, 3))));
 }

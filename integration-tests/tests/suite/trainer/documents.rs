@@ -5,7 +5,9 @@ use integration_tests::{GPT2, LLAMA, Oracle, QWEN2};
 use proptest::prelude::*;
 use zero_alloc::device::DType;
 use zero_alloc::host::HostDevice;
+use zero_models::lora::LoraConfig;
 use zero_models::{ModelConfig, ModelOptions};
+use zero_shard::UnitSpec;
 use zero_trainer::{Batch, BatchAt, IGNORED};
 
 use super::identical::all_same_with;
@@ -25,6 +27,28 @@ impl Tiny {
             config: config_of(oracle),
             params: weights_of(oracle),
         }
+    }
+
+    /// The model with adapters that change its outputs, on all linear layers of its blocks.
+    fn adapted(mut self, targets: &[&str]) -> Self {
+        let lora = LoraConfig {
+            r: 2,
+            alpha: 4.0,
+            dropout: 0.0,
+            rslora: false,
+            targets: targets.iter().map(|target| (*target).to_owned()).collect(),
+        };
+        self.config = self.config.with_lora(Some(lora)).unwrap();
+        let units = self.config.units();
+        let adapters = &units[..units.len() - self.params.len()];
+        let value = |i: u64| ((i * 37) % 23) as f32 / 230.0 - 0.04;
+        let flat = |unit: &UnitSpec| {
+            let elems = unit.params.iter().map(|p| p.shape.iter().product::<u64>());
+            (0..elems.sum()).map(value).collect()
+        };
+        let params: Vec<Vec<f32>> = adapters.iter().map(flat).collect();
+        self.params.splice(..0, params);
+        self
     }
 
     fn on<'a>(&self, arrays: &'a Arrays<HostDevice>, rows: usize, seq: usize) -> OnHost<'a> {
@@ -82,9 +106,16 @@ proptest! {
     fn packed_documents_do_not_see_each_other(
         lengths in prop::collection::vec(1usize..9, 1..5),
         model in 0usize..3,
+        adapted in any::<bool>(),
         seed in any::<u64>(),
     ) {
-        let tiny = Tiny::new([GPT2, LLAMA, QWEN2][model]);
+        let (oracle, targets) = [
+            (GPT2, &["c_attn", "c_proj", "c_fc"][..]),
+            (LLAMA, &["q_proj", "v_proj", "o_proj", "down_proj"]),
+            (QWEN2, &["k_proj", "gate_proj", "up_proj"]),
+        ][model];
+        let tiny = Tiny::new(oracle);
+        let tiny = if adapted { tiny.adapted(targets) } else { tiny };
         let vocab = tiny.config.vocab_size();
         let (packed, apart, longest) = packed_and_apart(&lengths, vocab, seed);
         let seq = packed.inputs.len();

@@ -25,7 +25,7 @@ use super::toy::Toy;
 use super::ulysses::{close, linear, packed, sample, stages_agree, validation_agrees};
 
 /// Two steps of micro-batches of 2 rows, on `data_ranks` times `ranks` ranks.
-fn case(oracle: Oracle, data_ranks: usize, ranks: usize) -> Case {
+pub(super) fn case(oracle: Oracle, data_ranks: usize, ranks: usize) -> Case {
     Case {
         oracle,
         ranks: data_ranks * ranks,
@@ -49,7 +49,7 @@ fn without_parts(case: &Case) -> Case {
     }
 }
 
-fn whole(case: &Case) -> Outcome {
+pub(super) fn whole(case: &Case) -> Outcome {
     without_parts(case).run_tiny()
 }
 

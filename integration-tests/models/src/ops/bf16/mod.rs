@@ -265,8 +265,8 @@ impl Kernel {
     /// Computes, or adds to, a block of at most `[PANEL, PANEL]`.
     fn block(&self, mut block: MatMut<'_, f32>, accumulate: bool, left: &[Tile], right: &[Tile]) {
         let [rows, cols] = [block.nrows(), block.ncols()];
+        assert_eq!(block.col_stride(), 1, "an output is row-major");
         if [rows, cols] == [PANEL; 2] {
-            assert_eq!(block.col_stride(), 1, "an output is row-major");
             let stride = block.row_stride().unsigned_abs();
             // SAFETY: the block has 32 rows of 32 elements, which its maker borrowed for writing.
             return unsafe { self.whole(block.as_ptr_mut(), stride, accumulate, left, right) };
@@ -277,9 +277,7 @@ impl Kernel {
         let mut copy = [[0.0f32; PANEL]; PANEL];
         if accumulate {
             for (i, row) in copy.iter_mut().enumerate().take(rows) {
-                for (j, x) in row.iter_mut().enumerate().take(cols) {
-                    *x = block[(i, j)];
-                }
+                row[..cols].copy_from_slice(row_of(block.rb_mut(), i));
             }
         }
         // SAFETY: the copy has 32 rows of 32 elements.
@@ -293,9 +291,7 @@ impl Kernel {
             )
         };
         for (i, row) in copy.iter().enumerate().take(rows) {
-            for (j, &x) in row.iter().enumerate().take(cols) {
-                block[(i, j)] = x;
-            }
+            row_of(block.rb_mut(), i).copy_from_slice(&row[..cols]);
         }
     }
 
@@ -319,6 +315,12 @@ impl Kernel {
             Self::Avx512 => unsafe { avx512::multiply(block, stride, accumulate, left, right) },
         }
     }
+}
+
+/// Row `i` of a row-major block.
+fn row_of(block: MatMut<'_, f32>, i: usize) -> &mut [f32] {
+    let row = block.row_mut(i).try_as_row_major_mut();
+    row.map_or_else(Default::default, |row| row.as_slice_mut())
 }
 
 /// Splits `depth` evenly into ranges of whole tiles and at most [`MAX_DEPTH`].
