@@ -17,7 +17,7 @@ use zero_trainer::{Home, MeshSettings, Workload, device_steps};
 
 use super::identical::all_same;
 use super::resume::{continued, same_without_a_stop};
-use super::support::{Case, groups_of, home_at, homes, parts};
+use super::support::{Case, Outcome, groups_of, home_at, homes, parts};
 use super::ulysses::{close, linear};
 use super::volumes::planned_on;
 
@@ -405,5 +405,36 @@ fn parts_of_matrices_are_joined() {
             let got = all_same(stages.chain([alone]).chain(places));
             close(&got, &whole.run_tiny(), 1e-6, &format!("{cut:?}"));
         }
+    }
+}
+
+/// Each head's queries, keys and values alone: the bits of stages, and with parts the numbers of whole
+/// parameters.
+#[test]
+fn heads_are_orthogonalised_alone() {
+    for (oracle, head_elems) in [(GPT2, 16), (LLAMA, 8)] {
+        let all_heads = muon_case(oracle).with(|case| {
+            case.ranks = 2;
+            case.steps = 2;
+            case.micro_batch = 2;
+            case.optimizer = linear();
+            let rule = Muon {
+                ns_steps: 1,
+                ..Muon::default()
+            };
+            case.muon = Some((rule, 0.02));
+        });
+        let alone = all_heads.with(|case| case.head_elems = Some(head_elems));
+        let got = all_same((0..4).map(|stage| alone.with(|case| case.stage = stage)));
+        let losses = |of: &Outcome| of.steps.iter().map(|s| s.loss).collect::<Vec<_>>();
+        let of_all = losses(&all_heads.run_tiny());
+        assert_eq!(losses(&got)[0], of_all[0], "before the first update");
+        assert_ne!(losses(&got)[1], of_all[1]);
+
+        let cut = alone.with(|case| {
+            case.ranks = 4;
+            case.mesh = parts(2);
+        });
+        close(&cut.run_tiny(), &got, 1e-6, &format!("{cut:?}"));
     }
 }

@@ -58,6 +58,8 @@ pub(crate) struct Case {
     pub(crate) groups: GroupSettings,
     /// Muon for the matrices of blocks, with this learning rate.
     pub(crate) muon: Option<(Muon, f64)>,
+    /// [`MuonSettings::head_elems`].
+    pub(crate) head_elems: Option<usize>,
     pub(crate) offload: OffloadSettings,
     pub(crate) quantised_frozen: Option<BlockFormat>,
     /// Adapters on the frozen model.
@@ -89,6 +91,7 @@ impl Default for Case {
             optimizer: OptimizerConfig::default().max_grad_norm(1.0),
             groups: GroupSettings::default(),
             muon: None,
+            head_elems: None,
             offload: OffloadSettings::default(),
             quantised_frozen: None,
             lora: None,
@@ -296,6 +299,7 @@ impl Case {
                 by_default: true,
                 rule,
                 lr: Some(lr),
+                head_elems: self.head_elems,
                 ..none
             }),
             offload: self.offload.clone(),
