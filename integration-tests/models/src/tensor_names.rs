@@ -5,7 +5,7 @@ use zero_trainer::zero_optim::Matrix;
 
 /// The matrices of a tensor of a block's linear layers, by its name and shape, in all architectures:
 /// none in embeddings, the head, norms and biases. Queries, keys and values are a matrix each, or
-/// with `head_elems` one for each attention head, which has so many outputs.
+/// with `head_elems`, the outputs of an attention head, one for each head.
 pub fn matrices_of(name: &str, shape: &[u64], head_elems: Option<usize>) -> Vec<Matrix> {
     let &[rows, cols] = shape else {
         return Vec::new();

@@ -76,7 +76,7 @@ proptest! {
     }
 }
 
-/// The loop over blocks takes whole ones of its own formats only, and slices of equal length.
+/// The loop over blocks is for whole blocks of its own formats, and slices of equal length.
 #[test]
 fn updates_of_blocks_refuse_others() {
     let update = |formats: [BlockFormat; 2], n: usize, master: usize, bytes: usize| {

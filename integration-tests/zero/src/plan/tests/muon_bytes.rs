@@ -1,4 +1,4 @@
-//! What Muon adds to a plan.
+//! Bytes that Muon adds to a plan.
 
 use serde_json::Value;
 
