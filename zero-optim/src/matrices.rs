@@ -170,9 +170,9 @@ pub struct Matrices {
 
 impl Matrices {
     /// The matrices of `layout` on a rank with shard `shard` of `part` ([`TensorPart::whole`]
-    /// without tensor parallelism): those of each parameter for which `matrices_of` returns some. At
-    /// stage 0 every rank has the state of all elements of its part: `replicated`. `by_unit` is for
-    /// [`ShardedOptimizer::enqueue_unit_update`](crate::ShardedOptimizer::enqueue_unit_update);
+    /// without tensor parallelism): those of each parameter for which `matrices_of` returns some.
+    /// At stage 0 every rank has the state of all elements of its part: `replicated`. `by_unit` is
+    /// for [`ShardedOptimizer::enqueue_unit_update`](crate::ShardedOptimizer::enqueue_unit_update);
     /// updates of all units at once do better without, since ranks then have matrices of several
     /// units to share.
     ///
@@ -278,9 +278,9 @@ impl Matrices {
     pub fn buffer_elems(&self, rank: u64, scratch_elems: impl Fn(usize, usize) -> usize) -> u64 {
         let waves = self.waves().map(|wave| wave.buffers(rank, &scratch_elems));
         let waves: Vec<WaveBuffers> = waves.collect();
-        let none = WaveBuffers::default();
+        let empty = WaveBuffers::default();
         let most = |waves: &[WaveBuffers]| {
-            let in_order = [&[none; 2], waves, &[none]].concat();
+            let in_order = [&[empty; 2], waves, &[empty]].concat();
             let at_once = in_order.windows(3).map(|of| {
                 let [returning, sent, next] = [of[0], of[1], of[2]];
                 let while_sent = sent.sent + next.sent;

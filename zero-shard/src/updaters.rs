@@ -5,10 +5,10 @@
 //! back, by an all-to-all each. Consecutive units form a **wave**, in which every rank should have
 //! something to compute; the buffers are those of a wave.
 //!
-//! With tensor parallelism ([`TensorPart`]) an updater joins the parts. As all
-//! parts have the same layout, with P of them rank `r` of the exchange has shard `r / P` of part
-//! `r % P`. Why one exchange, and not one among the ranks of a part and another between parts: each
-//! element travels once.
+//! With tensor parallelism ([`TensorPart`]) an updater joins the parts. As all parts have the same
+//! layout, with P of them rank `r` of the exchange has shard `r / P` of part `r % P`. Why one
+//! exchange, and not one among the ranks of a part and another between parts: each element of a
+//! matrix that is cut travels once. Of others each part sends its copy, with equal bits.
 
 use std::ops::Range;
 

@@ -70,7 +70,8 @@ impl RowTransfers {
     /// A block has two sums in its forward and two in its backward; embedding and head have one
     /// each. With sequence parallelism the input of each first matrix is gathered, and in backward
     /// again (on the host only if it is not there from the repeated forward), as is the gradient of
-    /// each second matrix's output, and that of the embedding's output. A repeated forward needs no sum of the block's output.
+    /// each second matrix's output, and that of the embedding's output. A repeated forward needs no
+    /// sum of the block's output.
     fn of(options: &ModelOptions, layers: u64, on_gpu: bool, trains_embedding: bool) -> Self {
         let repeats = u64::from(options.activation_checkpointing);
         let has_inputs = options.activation_checkpointing && !on_gpu;

@@ -6,8 +6,8 @@ use zero_shard::ParamPlacement;
 
 use crate::error::TrainError;
 
-/// Returns the matrices in a tensor, by its name, its shape and [`MuonSettings::head_elems`]: those of
-/// blocks' linear layers. None in embeddings, the head, norms and biases.
+/// Returns the matrices in a tensor, by its name, its shape and [`MuonSettings::head_elems`]: those
+/// of blocks' linear layers. None in embeddings, the head, norms and biases.
 pub type MatricesOf = fn(&str, &[u64], Option<usize>) -> Vec<Matrix>;
 
 /// Muon in a run.
@@ -20,7 +20,8 @@ pub struct MuonSettings {
     pub rule: Muon,
     /// Its learning rate, in place of the optimizer's, with the same schedule.
     pub lr: Option<f64>,
-    /// Outputs of an attention head, if those of queries, keys and values are a matrix for each head.
+    /// Outputs of an attention head, if those of queries, keys and values are a matrix for each
+    /// head.
     pub head_elems: Option<usize>,
     /// The matrices of the model's tensors.
     pub matrices_of: MatricesOf,

@@ -48,8 +48,8 @@ pub struct RankBytes {
 
 impl RankBytes {
     /// The bytes of a rank whose device is the host and whose model has `activations` bytes of
-    /// activations; `saves` if it writes checkpoints. `cut_of` returns how tensor parallelism cuts a
-    /// parameter. `None` if a sum does not fit 64 bits.
+    /// activations; `saves` if it writes checkpoints. `cut_of` returns how tensor parallelism cuts
+    /// a parameter. `None` if a sum does not fit 64 bits.
     pub fn new(
         settings: &Settings,
         layout: &Layout,

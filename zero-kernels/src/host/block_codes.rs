@@ -73,13 +73,25 @@ impl Codes for Four {
     #[inline(always)]
     fn decode(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
         let table: &[u64; 256] = bytemuck::cast_ref(&*self.pairs);
-        let mut pairs = [0u64; MOST_ELEMS / 2];
-        for (pair, byte) in pairs.iter_mut().zip(codes) {
-            *pair = table[usize::from(*byte)];
+        let (groups, last) = values.as_chunks_mut::<64>();
+        let (of_groups, of_last) = codes.as_chunks::<32>();
+        for (values, codes) in groups.iter_mut().zip(of_groups) {
+            let mut pairs = [0u64; 32];
+            for i in 0..32 {
+                pairs[i] = table[usize::from(codes[i])];
+            }
+            let unscaled: [f32; 64] = bytemuck::cast(pairs);
+            for i in 0..64 {
+                values[i] = unscaled[i] * scale;
+            }
         }
-        let unscaled: &[f32; MOST_ELEMS] = bytemuck::cast_ref(&pairs);
-        for (value, unscaled) in values.iter_mut().zip(unscaled) {
-            *value = unscaled * scale;
+        let rest = of_groups
+            .get(groups.len())
+            .map_or(of_last, |codes| &codes[..]);
+        for (values, byte) in last.chunks_mut(2).zip(rest) {
+            for (value, unscaled) in values.iter_mut().zip(self.pairs[usize::from(*byte)]) {
+                *value = unscaled * scale;
+            }
         }
     }
 

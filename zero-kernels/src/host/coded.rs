@@ -159,8 +159,8 @@ pub(super) unsafe fn update(
     Ok(())
 }
 
-/// Updates the elements of whole blocks by the rule's own loop over them, if it has one, and returns
-/// their number.
+/// Updates the elements of whole blocks by the rule's own loop over them, if it has one, and
+/// returns their number.
 ///
 /// # Safety
 /// As [`update`].

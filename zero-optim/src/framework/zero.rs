@@ -176,9 +176,9 @@ impl<D: Device> Zero<D> {
     /// call it; rank 0 chooses the checkpoint.
     ///
     /// # Errors
-    /// There is no checkpoint, the folder of a rank has another one, it is of another model, or other
-    /// rules updated parameters that are trained: all ranks have the error, and nothing has changed. If a file is damaged or a rank fails, the run
-    /// has ended on all ranks.
+    /// There is no checkpoint, the folder of a rank has another one, it is of another model, or
+    /// other rules updated parameters that are trained: all ranks have the error, and nothing has
+    /// changed. If a file is damaged or a rank fails, the run has ended on all ranks.
     pub fn resume(&mut self, folder: impl AsRef<Path>) -> Result<(), FrameworkError> {
         self.core.check_between_steps("Zero::resume")?;
         let reader = self.core.open(folder.as_ref())?;

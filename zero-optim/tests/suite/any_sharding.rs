@@ -250,8 +250,8 @@ impl Model {
         self.layout(world.len() as u64 / parts, parts)
     }
 
-    /// All state, of the ranks that own it, parameter by parameter. Parts that have the same elements
-    /// have the same state of them, and padding has 0.
+    /// All state, of the ranks that own it, parameter by parameter. Parts that have the same
+    /// elements have the same state of them, and padding has 0.
     fn state(&self, world: &mut [One]) -> State {
         let layout = self.layout_of(world);
         let mut state = State::new();
@@ -314,8 +314,8 @@ fn difference(ours: &State, expected: &State) -> Option<String> {
     })
 }
 
-/// The cut of a parameter in `parts` parts: along one dimension or the other, in one block or two, or
-/// none.
+/// The cut of a parameter in `parts` parts: along one dimension or the other, in one block or two,
+/// or none.
 fn cut_of(param: &ParamSpec, parts: u64) -> TensorCut {
     let [rows, cols] = [param.shape[0], param.shape.get(1).copied().unwrap_or(0)];
     let part = TensorPart::new(0, parts).unwrap();

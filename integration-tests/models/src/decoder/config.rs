@@ -252,9 +252,10 @@ impl DecoderConfig {
         [all.embedding, all.attention, self.residual_dropout()] != [0.0; 3]
     }
 
-    /// Elements of the gradients of a block of which each rank of tensor parallelism has a part of the
-    /// sum: those of the norms of heads, and with sequence parallelism of all norms. If the block has
-    /// adapters, those of their matrices that are not cut, of which one side is the width.
+    /// Elements of the gradients of a block of which each rank of tensor parallelism has a part of
+    /// the sum: those of the norms of heads, and with sequence parallelism of all norms. If the
+    /// block has adapters, those of their matrices that are not cut, of which one side is the
+    /// width.
     pub(crate) fn partial_elems(&self, options: &ModelOptions) -> usize {
         if let Some(lora) = &self.lora {
             return match options.tensor_ranks {
@@ -458,10 +459,11 @@ impl DecoderConfig {
 
     /// How tensor parallelism cuts the parameter of this name.
     ///
-    /// The first matrix of attention and of the MLP is cut by its outputs, so that each rank has whole
-    /// heads; the second by its inputs, so that the ranks' outputs are summed. Embedding and head are
-    /// cut by tokens. Norms, the biases of second matrices and positions are the same on all ranks.
-    /// An adapter is cut as its matrix: B by the outputs of a first one, and A by the inputs of a second.
+    /// The first matrix of attention and of the MLP is cut by its outputs, so that each rank has
+    /// whole heads; the second by its inputs, so that the ranks' outputs are summed. Embedding and
+    /// head are cut by tokens. Norms, the biases of second matrices and positions are the same on
+    /// all ranks. An adapter is cut as its matrix: B by the outputs of a first one, and A by the
+    /// inputs of a second.
     pub(crate) fn cut_of(&self, name: &str) -> TensorCut {
         let names = self.names;
         let dim = |dim, blocks| TensorCut::Dim { dim, blocks };

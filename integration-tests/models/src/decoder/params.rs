@@ -47,8 +47,8 @@ pub(crate) struct AdapterRanges {
     pub(crate) outputs: Range<usize>,
     /// The number of the module in its block.
     pub(crate) place: u32,
-    /// Places of A and B in a block's partial sums over the ranks of tensor parallelism; empty where each
-    /// rank has the gradient itself.
+    /// Places of A and B in a block's partial sums over the ranks of tensor parallelism; empty
+    /// where each rank has the gradient itself.
     pub(crate) partial: [Range<usize>; 2],
 }
 

@@ -140,8 +140,8 @@ impl<'a> Steps<'a> {
         out.map_or(Ok(()), |out| self.branch(Branch::Mlp, out, block.mid))
     }
 
-    /// A block's backward, from the gradient of its output in `scratch.dres` to that of its input, if
-    /// that is of use.
+    /// A block's backward, from the gradient of its output in `scratch.dres` to that of its input,
+    /// if that is of use.
     pub(super) fn backward_block(&mut self) -> Result<(), ModelError> {
         let block = self.activations().block;
         let s = self.scratch();

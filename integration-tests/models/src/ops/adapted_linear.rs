@@ -48,8 +48,8 @@ impl AdaptedLinear<'_> {
         self.adapt(y, x);
     }
 
-    /// Writes the gradient of x to `dx`, unless that is empty, and adds those of the parameters that are
-    /// trained.
+    /// Writes the gradient of x to `dx`, unless that is empty, and adds those of the parameters
+    /// that are trained.
     pub fn backward(&self, grads: AdaptedGrads<'_>, dx: &mut [f32], x: &[f32], dy: &[f32]) {
         let AdaptedGrads { base, adapters } = grads;
         if !base[0].is_empty() {
@@ -184,8 +184,8 @@ impl Adapter<'_> {
         }
     }
 
-    /// Adds the gradients of A and B, and to `dx`, unless that is empty, that of x. `dy` is that of the
-    /// layer's outputs.
+    /// Adds the gradients of A and B, and to `dx`, unless that is empty, that of x. `dy` is that of
+    /// the layer's outputs.
     fn backward(
         &self,
         [da, db]: [&mut [f32]; 2],

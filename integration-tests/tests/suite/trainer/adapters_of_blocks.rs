@@ -375,6 +375,7 @@ fn parts_send_the_bytes_of_the_formula() {
             let counted = last.comm_bytes;
             assert_eq!(counted.all_reduce, sent.all_reduce, "{case:?}");
             assert_eq!(counted.reduce_scatter, sent.reduce_scatter, "{case:?}");
+            assert_eq!(counted.all_gather, sent.all_gather, "{case:?}");
             let held = config.activations_bytes(options);
             assert_eq!(last.memory.activations_bytes, held, "{case:?}");
         }

@@ -364,9 +364,9 @@ fn groups_choose_the_rule() {
     assert!(text.contains(expected), "{text}");
 }
 
-/// With tensor parallelism the numbers are those of whole parameters, as near as AdamW's, and the bits
-/// the same at all stages. One Newton-Schulz step: five multiply the rounding errors of gradients in
-/// the directions of small singular values by up to 485.
+/// With tensor parallelism the numbers are those of whole parameters, as near as AdamW's, and the
+/// bits the same at all stages. One Newton-Schulz step: five multiply the rounding errors of
+/// gradients in the directions of small singular values by up to 485.
 #[test]
 fn parts_of_matrices_are_joined() {
     for (oracle, data_ranks, ranks) in [
@@ -408,8 +408,8 @@ fn parts_of_matrices_are_joined() {
     }
 }
 
-/// Each head's queries, keys and values alone: the bits of stages, and with parts the numbers of whole
-/// parameters.
+/// Each head's queries, keys and values alone: the bits of stages, and with parts the numbers of
+/// whole parameters.
 #[test]
 fn heads_are_orthogonalised_alone() {
     for (oracle, head_elems) in [(GPT2, 16), (LLAMA, 8)] {

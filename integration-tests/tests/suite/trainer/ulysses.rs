@@ -86,7 +86,7 @@ pub(super) fn close(got: &Outcome, want: &Outcome, limit: f64, what: &str) {
         let expected = floats(bits);
         let most = match name.split_once('/').unwrap().0 {
             "master" => limit * (norm(&expected) + 2.0 * largest),
-            "first_moment" => limit * (10.0 * norm(&expected) + largest),
+            "first_moment" | "momentum" => limit * (10.0 * norm(&expected) + largest),
             _ => continue,
         };
         let pairs = floats(&got[name]).into_iter().zip(expected);

@@ -41,8 +41,8 @@ impl<D: Device> Rank<D> {
     }
 }
 
-/// The matrices of data rank `index` with `part` of the model; `whole_of` returns a parameter before it
-/// is cut, and its cut.
+/// The matrices of data rank `index` with `part` of the model; `whole_of` returns a parameter
+/// before it is cut, and its cut.
 pub(crate) fn matrices(
     settings: &Settings,
     groups: &ModelGroups,

@@ -13,8 +13,10 @@ use super::stage::fits;
 /// with their number. But it does rise among models of equal shape, and from the smallest model of
 /// one shape to that of the next.
 pub(crate) fn largest_model_params(request: &PlanRequest, stage: ZeroStage) -> Option<u64> {
-    // A model of assumed shape has no adapters.
-    request.run.adapters.is_none().then_some(())?;
+    // A model of assumed shape has no adapters, and no matrices.
+    if request.run.adapters.is_some() || request.run.names_muon() {
+        return None;
+    }
     request.machine.gpu_memory_bytes?;
     // A model of typical shape has no parameters that are cut.
     if request.tensor_ranks() > 1 {

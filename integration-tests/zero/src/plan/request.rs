@@ -135,6 +135,9 @@ impl PlanRequest {
         let head = head_elems(&model);
         let (mut run, options) = run_of(args, file.as_deref(), zero.as_ref(), head, &mut notices)?;
         run.adapters = adapters(&model);
+        if run.names_muon() {
+            notices.push(MUON_ON_CPU.to_owned());
+        }
         let with_stage = file
             .as_ref()
             .filter(|file| !file.is_auto("zero_optimization.stage"));
@@ -247,15 +250,30 @@ impl PlanRequest {
         self.run.mesh.tensor_ranks.unwrap_or(1)
     }
 
-    /// Checks that ranks can share the micro-batches of a model of known shape.
+    /// Checks that Muon has matrices, and that ranks can share the micro-batches of a model of
+    /// known shape.
     fn check_shares(&self) -> Result<(), CliError> {
+        if self.run.names_muon() && self.model.config.is_none() {
+            return Err(usage!(
+                "--optimizer muon: the matrices are those of a model of known shape: pass --model, or --layers and \
+                 --hidden"
+            ));
+        }
+        if self.run.names_muon() && self.run.adapters.is_some() {
+            return Err(usage!(
+                "Muon is for the matrices of whole models, and adapters are trained: use AdamW with --lora"
+            ));
+        }
         match &self.model.config {
             Some(config) if self.run.mesh.ranks_of_batch() > 1 => {
                 let options = self.options(false);
                 config.check(&options).map_err(CliError::usage)?;
                 match self.tensor_ranks() {
-                    1 => Ok(()),
-                    _ => config.check_on_gpu().map_err(CliError::usage),
+                    // A warning says of adapters that no GPU trains them.
+                    2.. if config.lora().is_none() => {
+                        config.check_on_gpu().map_err(CliError::usage)
+                    }
+                    _ => Ok(()),
                 }
             }
             _ => Ok(()),
@@ -346,6 +364,7 @@ impl PlanRequest {
             )
         };
         record.communication.apply(&mut run);
+        run.muon = record.muon.settings(0.0, head_elems(&model));
         run.adapters = adapters(&model);
         Ok(Self {
             model: Arc::new(model.cut(mesh.tensor_ranks.unwrap_or(1))?),
@@ -433,6 +452,10 @@ impl PlanRequest {
 /// A warning about adapters on GPUs.
 const ON_CPU: &str = "--lora: adapters are trained on the CPU only so far; the activations of a GPU are those of the \
                       model without its adapters";
+
+/// A warning about Muon on GPUs.
+const MUON_ON_CPU: &str = "--optimizer muon: Muon runs on the CPU only so far; the memory of a GPU is without the buffers \
+                           of its updates";
 
 /// Units of adapters, if the model has some.
 fn adapters(model: &ModelSize) -> Option<usize> {

@@ -111,7 +111,7 @@ pub(crate) struct Sent {
     pub(crate) reduce_scatter_bytes: u64,
     pub(crate) all_gather_bytes: u64,
     pub(crate) all_reduce_bytes: u64,
-    /// Activations, between ranks that share sequences, and quantised gradients.
+    /// Activations, between ranks that share sequences, quantised gradients, and Muon's matrices.
     pub(crate) all_to_all_bytes: u64,
     pub(crate) total_bytes: u64,
     /// Bytes that leave each node; 0 with one node.
@@ -371,6 +371,10 @@ fn all_sent(
     let of_node = (request.machine.gpus / request.machine.nodes / cut) as usize;
     let mesh = &settings.mesh;
     let sequences_egress_bytes = mesh.sequence_egress_bytes(of_node, all_to_all_bytes);
+    let matrices_egress_bytes = match request.machine.nodes {
+        1 => 0,
+        nodes => of_matrices.saturating_mul(request.machine.gpus / nodes),
+    };
 
     Ok(Sent {
         reduce_scatter_bytes: sent
@@ -388,7 +392,8 @@ fn all_sent(
             .saturating_add(of_parts.total()),
         node_egress_bytes: node_egress_bytes
             .saturating_mul(cut)
-            .saturating_add(sequences_egress_bytes.saturating_mul(cut)),
+            .saturating_add(sequences_egress_bytes.saturating_mul(cut))
+            .saturating_add(matrices_egress_bytes),
     })
 }
 

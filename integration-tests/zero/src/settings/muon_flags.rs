@@ -68,6 +68,19 @@ impl MuonArgs {
         *self == Self::default()
     }
 
+    /// A flag of Muon that was given.
+    pub(crate) fn flag(&self) -> Option<&'static str> {
+        let given = [
+            ("--muon-lr", self.muon_lr.is_some()),
+            ("--muon-momentum", self.muon_momentum.is_some()),
+            ("--muon-adjust", self.muon_adjust.is_some()),
+            ("--ns-steps", self.ns_steps.is_some()),
+            ("--muon-heads", self.muon_heads.is_some()),
+        ];
+        let mut given = given.into_iter().filter(|(_, is_given)| *is_given);
+        given.next().map(|(flag, _)| flag)
+    }
+
     /// The record of settings.
     pub(crate) fn of(settings: &Settings) -> Self {
         let MuonSettings {

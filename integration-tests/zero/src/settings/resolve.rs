@@ -99,6 +99,11 @@ pub(crate) fn settings(
         ..Settings::new(stage, dtype, zero_models::param_kind)
     };
 
+    if let (Some(flag), false) = (args.muon.flag(), settings.names_muon()) {
+        return Err(usage!(
+            "{flag} is Muon's: add --optimizer muon, or \"optimizer\": \"muon\" to a group of param_groups"
+        ));
+    }
     communication::apply(&from, &run, shape.largest_unit, &mut settings, notices)?;
     formats_of_run::apply(&from, &mut settings)?;
     match communication::graph_refusal(&run).filter(|_| settings.graphs) {

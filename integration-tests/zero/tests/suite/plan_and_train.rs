@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use zero_models::gpt2::config::GptConfig;
 use zero_models::llama::config::{Family, LlamaConfig};
 
-use crate::support::{Files, Runs, lines, on_disk, write_model};
+use crate::support::{Files, Printed, Runs, lines, on_disk, succeeds, write_model};
 
 /// Trains two steps on `ranks` ranks and returns the metrics of the last.
 fn trained(ranks: usize, folder: &Path, model: &str, stage: usize, run: &str) -> Value {
@@ -19,6 +19,28 @@ fn trained(ranks: usize, folder: &Path, model: &str, stage: usize, run: &str) ->
          --data data.txt --metrics metrics.jsonl {run}"
     ));
     lines(&folder.join("metrics.jsonl")).pop().unwrap()
+}
+
+/// Each head's matrices alone are other updates, and the run says so.
+#[test]
+fn heads_of_muon_are_a_flag() {
+    let folder = &on_disk();
+    let loss = |flags: &str| {
+        trained(2, folder, "nano", 3, flags)["loss"]
+            .as_f64()
+            .unwrap()
+    };
+    let [all, heads] = ["", " --muon-heads"].map(|flag| loss(&format!("--optimizer muon{flag}")));
+    assert_ne!(all, heads);
+
+    let run = "train --no-checkpoint --model nano --steps 1 --data data.txt";
+    let shown = succeeds(&folder.output(&format!("{run} --optimizer muon --muon-heads")));
+    shown.shows(&["original, each head alone"]);
+    folder.fails(
+        &format!("{run} --muon-heads"),
+        2,
+        &["--muon-heads is Muon's: add --optimizer muon"],
+    );
 }
 
 #[test]

@@ -29,11 +29,11 @@ const PIECE: usize = 64;
 /// if the last block is not whole.
 pub(super) fn adam_blocks(
     hyper: &AdamHyper,
-    slices: UpdateSlices<'_, BlockSlot<'_>>,
+    mut slices: UpdateSlices<'_, BlockSlot<'_>>,
 ) -> Option<Result<(), KernelError>> {
-    let [first, second] = &slices.slots[..] else {
-        return None;
-    };
+    let moments = std::mem::take(&mut slices.slots);
+    let moments: [BlockSlot<'_>; 2] = moments.try_into().ok()?;
+    let [first, second] = &moments;
     let elems = [first.format.elems(), second.format.elems()];
     let n = with_floats!(FloatSlice, slices.grad, grad => grad.len());
     if elems.iter().any(|elems| n % elems != 0) {
@@ -42,12 +42,12 @@ pub(super) fn adam_blocks(
     let decoupled = hyper.decoupled;
     match (Coder::of(first.format), Coder::of(second.format)) {
         (Coder::Eight(first), Coder::Eight(second)) if elems == [256; 2] => Some(match decoupled {
-            true => checked::<_, 256, true>(hyper, [first, second], slices),
-            false => checked::<_, 256, false>(hyper, [first, second], slices),
+            true => checked::<_, 256, true>(hyper, [first, second], moments, slices),
+            false => checked::<_, 256, false>(hyper, [first, second], moments, slices),
         }),
         (Coder::Four(first), Coder::Four(second)) if elems == [128; 2] => Some(match decoupled {
-            true => checked::<_, 128, true>(hyper, [first, second], slices),
-            false => checked::<_, 128, false>(hyper, [first, second], slices),
+            true => checked::<_, 128, true>(hyper, [first, second], moments, slices),
+            false => checked::<_, 128, false>(hyper, [first, second], moments, slices),
         }),
         _ => None,
     }
@@ -56,17 +56,18 @@ pub(super) fn adam_blocks(
 fn checked<C: Codes, const ELEMS: usize, const DECOUPLED: bool>(
     hyper: &AdamHyper,
     codes: [&C; 2],
-    slices: UpdateSlices<'_, BlockSlot<'_>>,
+    moments: [BlockSlot<'_>; 2],
+    others: UpdateSlices<'_, BlockSlot<'_>>,
 ) -> Result<(), KernelError> {
     let UpdateSlices {
         weights,
-        mut slots,
         grad,
         scalars,
         weight_decay,
-    } = slices;
+        ..
+    } = others;
     let n = with_floats!(FloatSlice, grad, grad => grad.len());
-    for slot in &slots {
+    for slot in &moments {
         same_len(
             "adam: bytes of a moment",
             slot.format.bytes(n),
@@ -98,11 +99,17 @@ fn checked<C: Codes, const ELEMS: usize, const DECOUPLED: bool>(
             ..*hyper
         },
     );
-    if let [first, second] = &mut slots[..] {
-        let formats = [first.format, second.format];
-        let (first, second) = (&mut *first.blocks, &mut *second.blocks);
-        update::<C, ELEMS, DECOUPLED>(codes, formats, first, second, weights, grad, c);
-    }
+    let [first, second] = moments;
+    let formats = [first.format, second.format];
+    update::<C, ELEMS, DECOUPLED>(
+        codes,
+        formats,
+        first.blocks,
+        second.blocks,
+        weights,
+        grad,
+        c,
+    );
     Ok(())
 }
 
@@ -186,7 +193,7 @@ fn update<C: Codes, const ELEMS: usize, const DECOUPLED: bool>(
 /// Piece `at`; starts to load those behind it.
 #[inline(always)]
 fn piece_of<T>(x: &[T], at: usize) -> &[T; PIECE] {
-    prefetch(x, &(at * PIECE..0));
+    prefetch(x, &(at * PIECE..(at + 1) * PIECE));
     &x.as_chunks::<PIECE>().0[at]
 }
 

@@ -181,6 +181,7 @@ fn unknown(request: &PlanRequest, on_host: bool) -> Option<&'static str> {
             Some("products in fp32; use --dtype bf16 or fp16")
         }
         _ if request.run.offload.activations => Some("--offload-activations"),
+        _ if request.run.names_muon() => Some("Newton-Schulz; use --optimizer adamw"),
         _ => None,
     }
 }

@@ -134,7 +134,7 @@ fn no_scratch_file_is_made() {
 #[test]
 fn unknown_costs_are_not_simulated() {
     let flags = "--activation-checkpointing --offload-activations";
-    for flags in [flags, "--dtype fp32"] {
+    for flags in [flags, "--dtype fp32", "--optimizer muon"] {
         let report = json(&format!("{LINE} h100-80g:4x1 {flags}"));
         assert!(report["stages"][3].get("simulated").is_none(), "{flags}");
     }

@@ -29,6 +29,8 @@ fn wrong_use_is_an_error() {
         --model nano --gpus 1 --bucket-elems 0 => --bucket-elems 0: expected at least 1
         --params 1e9 --gpus 1 --seq-len 0 => --seq-len 0: expected at least 1
         --model nano --gpus 1 --offload-activations => add --activation-checkpointing
+        --params 7B --gpus 8 --optimizer muon => pass --model, or --layers and --hidden
+        --model nano --gpus 2 --optimizer muon --lora r=4 => use AdamW with --lora
         --model nano --gpus 1 --dtype fp32 --masters remainder => it needs --dtype bf16
         --model nano --gpus 1 --moments bf16 => the optimizer is not offloaded
         --params 1e18 --gpus 1 --seq-len 18446744073709551615 => 64 bits
