@@ -341,7 +341,8 @@ impl Scenario {
                 assert!(limited.unwrap().success());
             }
             Fault::ReadOnly => mode(0o555),
-            Fault::StagingVanishes => fs::remove_dir_all(dir.join(".staging")).unwrap(),
+            // Renamed, as other ranks may write into it meanwhile.
+            Fault::StagingVanishes => fs::rename(dir.join(".staging"), self.path("gone")).unwrap(),
             Fault::FolderVanishes => fs::rename(&dir, self.path("moved")).unwrap(),
         }
 
