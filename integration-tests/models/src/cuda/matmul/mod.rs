@@ -207,7 +207,9 @@ impl Matmul {
         algorithm: &Algorithm,
     ) -> Result<(), LibraryError> {
         // With beta = 0 the library does not read c.
-        let (c, beta) = product.add.map_or((out, 0.0), |add| (add.data, 1.0));
+        let (c, beta) = product
+            .add
+            .map_or((out, 0.0), |add| (add.data, product.add_scale));
         let at = Addresses {
             a: product.right.data.as_ptr().cast_const().cast(),
             b: product.left.data.as_ptr().cast_const().cast(),
@@ -224,7 +226,7 @@ impl Matmul {
                 &plan.description,
                 &plan.layouts,
                 at,
-                beta,
+                [product.scale, beta],
                 algorithm,
                 workspace,
             )
@@ -432,6 +434,7 @@ impl Matmul {
             out,
             add,
             epilogue,
+            ..
         } = product;
 
         let layout = |m: &Matrix, dtype: DType| {

@@ -300,7 +300,7 @@ impl CublasLt {
             .collect())
     }
 
-    /// Enqueues the product on `stream`: `beta` times c is added.
+    /// Enqueues `alpha` times the product on `stream`, to which `beta` times c is added.
     ///
     /// # Safety
     /// The addresses are of matrices with these layouts (and those in the description too), and of
@@ -313,11 +313,10 @@ impl CublasLt {
         what: &Description,
         layouts: &Layouts,
         at: Addresses,
-        beta: f32,
+        [alpha, beta]: [f32; 2],
         algorithm: &Algorithm,
         workspace: *mut c_void,
     ) -> Result<(), LibraryError> {
-        let alpha = 1.0f32;
         let [a, b, c, d] = layouts.raw();
 
         // SAFETY: live descriptors, host scalars that are read before the call returns, and the

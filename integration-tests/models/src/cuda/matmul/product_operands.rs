@@ -112,7 +112,7 @@ impl Epilogue {
     }
 }
 
-/// `out = epilogue(left right + add)`.
+/// `out = epilogue(scale left right + add_scale add)`.
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
     /// `[m, k]`.
@@ -123,6 +123,10 @@ pub struct Product {
     pub out: Matrix,
     /// `[m, n]` in the layout of `out`; `out` itself to add to it.
     pub add: Option<Matrix>,
+    /// The factor of the sums.
+    pub scale: f32,
+    /// The factor of the addend.
+    pub add_scale: f32,
     /// The operation on the sums.
     pub epilogue: Epilogue,
 }
@@ -135,15 +139,30 @@ impl Product {
             right,
             out,
             add: None,
+            scale: 1.0,
+            add_scale: 1.0,
             epilogue: Epilogue::None,
         }
+    }
+
+    /// The same product times `scale`.
+    #[must_use]
+    pub fn times(self, scale: f32) -> Self {
+        Self { scale, ..self }
     }
 
     /// The same product, added to what `out` has.
     #[must_use]
     pub fn onto_out(self) -> Self {
+        self.onto(self.out, 1.0)
+    }
+
+    /// The same product, added to `scale` times `add`.
+    #[must_use]
+    pub fn onto(self, add: Matrix, scale: f32) -> Self {
         Self {
-            add: Some(self.out),
+            add: Some(add),
+            add_scale: scale,
             ..self
         }
     }
@@ -227,6 +246,7 @@ pub(super) fn check(product: &Product) -> Result<Key, OpError> {
         out,
         add,
         epilogue,
+        ..
     } = product;
 
     let m = left.rows;
