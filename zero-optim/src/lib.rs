@@ -22,6 +22,7 @@ mod matrices;
 mod matrix_update;
 mod optimizer;
 mod pieces;
+mod run_rows;
 mod schedule;
 mod segments;
 mod state;

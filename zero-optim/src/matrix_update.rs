@@ -19,10 +19,11 @@ use std::collections::btree_map::Entry;
 
 use zero_alloc::device::{AnySlice, DType, Device, Stream};
 use zero_alloc::{Block, Purpose};
-use zero_kernels::{MatrixRule, OrthogonaliseArgs};
+use zero_kernels::{MatrixRows, MatrixRule, OrthogonaliseArgs};
 
 use crate::matrices::{Buffer, MatrixExchange, Part, Wave};
 use crate::pieces::view;
+use crate::run_rows::run_rows;
 use crate::segments::{Launch, Phase, UnitSlices};
 use crate::{OptimError, ShardedOptimizer};
 
@@ -270,17 +271,28 @@ impl<D: Device> ShardedOptimizer<D> {
             let Some(of_own) = all.find(|own| own.param.id == part.param.id) else {
                 continue;
             };
-            for run in part.runs()? {
-                let in_parts = parts.slice(part.in_buffer(run.in_part));
-                let in_whole = run
-                    .in_whole
-                    .map(|elems| whole.slice(of_own.in_buffer(elems)));
-                match in_whole {
-                    Some(in_whole) if to_whole => self.device.copy(stream, in_parts, in_whole)?,
-                    Some(in_whole) => self.device.copy(stream, in_whole, in_parts)?,
-                    None if to_whole => {}
-                    None => self.device.fill_zero(stream, in_parts)?,
-                }
+            for rows in run_rows(part.runs()?) {
+                let place = part.in_buffer(rows.in_part.elems());
+                let in_parts = MatrixRows {
+                    data: parts.slice(place),
+                    stride: rows.in_part.stride as usize,
+                };
+                let Some(place) = &rows.in_whole else {
+                    if !to_whole {
+                        self.device.fill_zero(stream, in_parts.data)?;
+                    }
+                    continue;
+                };
+                let in_whole = MatrixRows {
+                    data: whole.slice(of_own.in_buffer(place.elems())),
+                    stride: place.stride as usize,
+                };
+                let [from, to] = match to_whole {
+                    true => [in_parts, in_whole],
+                    false => [in_whole, in_parts],
+                };
+                let shape = [rows.in_part.count, rows.in_part.len].map(|n| n as usize);
+                self.kernels.cast_rows(stream, from, to, shape, 1.0)?;
             }
         }
         Ok(())

@@ -13,14 +13,15 @@ use zero_ckpt::Reader;
 use zero_comm::Solo;
 use zero_data::{DataSource, Dataset};
 use zero_kernels::AdamHyper;
+use zero_models::cuda::matmul::ProductsOfMatrices;
 use zero_models::hf::HfFolder;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Masters, OptimizerConfig, StateFormat};
 use zero_shard::ZeroStage;
 use zero_trainer::TrainError;
 use zero_trainer::{
-    Home, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, ValidationOptions,
-    run_on_cuda, run_on_threads,
+    CudaOptions, Home, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics,
+    ValidationOptions, run_on_cuda, run_on_threads,
 };
 
 use crate::gpu::device;
@@ -107,7 +108,10 @@ fn run_workload(
     let summary = run_on_cuda(
         &device,
         comm,
-        true,
+        CudaOptions {
+            record: true,
+            products: ProductsOfMatrices::load,
+        },
         settings,
         workload,
         options,
