@@ -10,9 +10,7 @@
 //! the parts.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use zero_alloc::device::{AnySlice, Device};
 use zero_shard::{
     Layout, ParamId, ParamPlacement, ParamSpec, ParamUpdater, TensorCut, TensorPart, TensorRun,
     Updaters,
@@ -176,7 +174,7 @@ impl Matrices {
     /// updates of all units at once do better without, since ranks then have matrices of several
     /// units to share.
     ///
-    /// In the exchange ([`AllToAll`]) shards are in order, and of one shard the parts.
+    /// In the exchange ([`CommExchange`](crate::CommExchange)) shards are in order, and of one shard the parts.
     ///
     /// # Errors
     /// The matrices of a parameter do not have its elements, each once, or its parts have another
@@ -517,28 +515,4 @@ impl<'a> Wave<'a> {
 /// `elems` if `rank` is the updater, else none.
 fn of_updater(param: &ParamUpdater, rank: u64, elems: Range<u64>) -> Range<u64> {
     if param.updater == rank { elems } else { 0..0 }
-}
-
-/// The exchange of directions and updates with the ranks among which the state is sharded.
-pub trait AllToAll<D: Device>: Send + Sync {
-    /// Enqueues, behind the work of `stream` so far, that this rank sends `send_counts[q]` elements
-    /// to each rank q and receives `recv_counts[q]`; `send` and `recv` are in the order of ranks.
-    /// All ranks call it in the same order. Returns the point at which `recv` is complete and
-    /// `send` free.
-    ///
-    /// # Errors
-    /// [`OptimError::Exchange`].
-    fn all_to_all(
-        &self,
-        stream: &D::Stream,
-        send: (AnySlice, &[usize]),
-        recv: (AnySlice, &[usize]),
-    ) -> Result<D::Event, OptimError>;
-}
-
-/// [`Matrices`] with what an update needs.
-pub(crate) struct MatrixExchange<D: Device> {
-    pub(crate) matrices: Matrices,
-    pub(crate) comm: Arc<dyn AllToAll<D>>,
-    pub(crate) pool: zero_alloc::Pool<D>,
 }

@@ -202,7 +202,7 @@ pub fn run_on_cuda(
             settings,
             |device, compute| {
                 let mut kernels = CudaKernels::new(device)?;
-                if groups.has_matrices() && !settings.offload.updates_on_host() {
+                if groups.has_matrices() {
                     kernels = kernels.with_products((on_cuda.products)(device)?);
                 }
                 // Before the first collective, because loading waits for the device.
