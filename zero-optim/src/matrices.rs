@@ -292,6 +292,13 @@ impl Matrices {
         }
     }
 
+    /// The most elements of directions, in fp32, that `rank` of the exchange has at once: those of
+    /// an optimizer on the host whose matrices a device updates.
+    pub fn held_elems(&self, rank: u64) -> u64 {
+        let waves = self.waves().map(|wave| wave.buffers(rank, |_, _| 0).held);
+        waves.max().unwrap_or(0)
+    }
+
     /// The waves of updates.
     pub(crate) fn waves(&self) -> impl Iterator<Item = Wave<'_>> {
         let mut rest = &self.params[..];
@@ -348,9 +355,10 @@ pub(crate) fn check_elements(
     Ok(())
 }
 
-/// Elements of a wave's buffers; see `matrix_update.rs`.
+/// Elements of a wave's buffers; see `matrix_exchange.rs`.
 #[derive(Clone, Copy, Default)]
 struct WaveBuffers {
+    held: u64,
     /// Held and received.
     sent: u64,
     /// While its matrices are computed, beside those.
@@ -474,30 +482,23 @@ impl<'a> Wave<'a> {
 
     fn buffers(&self, rank: u64, scratch_elems: impl Fn(usize, usize) -> usize) -> WaveBuffers {
         let len = |Range { start, end }: Range<u64>| end - start;
-        let held: u64 = self
-            .params
-            .iter()
-            .map(|(param, _)| len(param.held(rank)))
-            .sum();
+        let held = self.params.iter().map(|(param, _)| len(param.held(rank)));
+        let held: u64 = held.sum();
         let [mut received, mut returned, mut whole, mut scratch] = [0; 4];
-        for (param, matrices) in self
-            .params
-            .iter()
-            .filter(|(param, _)| param.updater == rank)
-        {
+        let own = |(param, _): &&(&ParamUpdater, _)| param.updater == rank;
+        for (param, matrices) in self.params.iter().filter(own) {
             for other in 0..self.matrices.updaters.world_size() {
                 received += len(param.given(other));
                 returned += len(param.held(other));
             }
             whole += param.joined_elems();
-            let of = matrices
-                .matrices
-                .iter()
-                .map(|m| scratch_elems(m.rows, m.cols) as u64);
-            scratch = of.fold(scratch, u64::max);
+            for matrix in &matrices.matrices {
+                scratch = scratch.max(scratch_elems(matrix.rows, matrix.cols) as u64);
+            }
         }
         let of_copies = if returned == received { 0 } else { returned };
         WaveBuffers {
+            held,
             sent: held + received,
             middle: whole + scratch + of_copies,
             returning: held + returned,

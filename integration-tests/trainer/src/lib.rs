@@ -58,7 +58,8 @@ pub use options::{
 };
 pub use quantised::{ErrorFeedback, QuantisedGrads};
 pub use rank_bytes::{
-    RankBytes, encoded_bytes, gathers, piece_elems, planned_matrices, scratch_elems,
+    RankBytes, encoded_bytes, gathers, held_matrix_bytes, matrix_bytes, piece_elems,
+    planned_matrices, scratch_elems,
 };
 pub use rank_exchange::RankExchange;
 pub use saving::state::TrainerState;
