@@ -203,3 +203,16 @@ pub fn relative_error(got: &[f32], want: &[f32]) -> f64 {
     );
     diff / norm(&mut want.iter().map(|x| f64::from(*x))).max(1e-30)
 }
+
+/// Bytes of all files below a folder.
+pub fn bytes_below(dir: &Path) -> u64 {
+    let entries = std::fs::read_dir(dir).unwrap();
+    let bytes = entries.map(|entry| {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => bytes_below(&path),
+            false => path.metadata().unwrap().len(),
+        }
+    });
+    bytes.sum()
+}

@@ -161,11 +161,12 @@ impl ModelConfig {
     ///
     /// # Errors
     /// Numbers out of range, or targets that the model does not have.
-    pub fn with_lora(mut self, lora: Option<LoraConfig>) -> Result<Self, ConfigError> {
-        if let Some(lora) = &lora {
+    pub fn with_lora(mut self, mut lora: Option<LoraConfig>) -> Result<Self, ConfigError> {
+        if let Some(lora) = &mut lora {
             let linears = self.decoder().linears();
             let modules = linears.iter().flat_map(|linear| &linear.modules);
             let modules: Vec<_> = modules.map(|(name, _)| *name).collect();
+            lora.name_all(&modules);
             lora.check(self.hidden(), &modules)?;
         }
         each!(&mut self, config => config.lora = lora);

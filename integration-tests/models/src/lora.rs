@@ -19,6 +19,9 @@ pub const DEFAULT_R: usize = 8;
 /// See [`DEFAULT_R`].
 pub const DEFAULT_ALPHA: f64 = 8.0;
 
+/// The target that stands for all linear layers of blocks, as in PEFT.
+pub const ALL_LINEAR: &str = "all-linear";
+
 /// The key of a checkpoint's model configuration.
 pub const KEY: &str = "zero_lora";
 
@@ -35,7 +38,7 @@ pub struct LoraConfig {
     /// Whether the scale is alpha / sqrt(r) in place of alpha / r (arXiv 2312.03732).
     pub rslora: bool,
     /// Modules that have adapters: names such as `q_proj`, or ends of paths such as
-    /// `mlp.c_proj`.
+    /// `mlp.c_proj`; [`ALL_LINEAR`] alone for all.
     pub targets: Vec<String>,
 }
 
@@ -44,6 +47,16 @@ impl LoraConfig {
     pub fn scale(&self) -> f32 {
         let r = self.r as f64;
         (self.alpha / if self.rslora { r.sqrt() } else { r }) as f32
+    }
+
+    /// Names the `modules` for which [`ALL_LINEAR`] stands.
+    pub(crate) fn name_all(&mut self, modules: &[&str]) {
+        if self.targets == [ALL_LINEAR] {
+            let names = modules.iter().filter_map(|path| path.rsplit('.').next());
+            self.targets = names.map(str::to_owned).collect();
+            self.targets.sort();
+            self.targets.dedup();
+        }
     }
 
     /// Whether a module has an adapter.

@@ -76,7 +76,7 @@ proptest! {
     }
 }
 
-/// The loop over blocks is for whole blocks of its own formats, and slices of equal length.
+/// The loop over blocks takes whole blocks of the formats it has, and slices of equal length.
 #[test]
 fn updates_of_blocks_refuse_others() {
     let update = |formats: [BlockFormat; 2], n: usize, master: usize, bytes: usize| {

@@ -245,6 +245,9 @@ fn lora_of(text: &str, base: &ModelConfig) -> Result<LoraConfig, ConfigError> {
     };
     let r = get("r").map_or(Some(lora::DEFAULT_R as u64), Value::as_u64);
     let names = |value: &Value| {
+        if value == lora::ALL_LINEAR {
+            return Some(vec![lora::ALL_LINEAR.to_owned()]);
+        }
         let names = value.as_array()?.iter();
         let names = names.map(|name| name.as_str().map(str::to_owned));
         names.collect::<Option<Vec<_>>>()

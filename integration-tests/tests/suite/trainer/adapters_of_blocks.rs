@@ -1,7 +1,7 @@
 //! Adapters on a frozen model: PEFT's numbers, and the same bits, bytes and resumes as whole models
 //! have.
 
-use integration_tests::{GPT2, LLAMA, Oracle, QWEN2, relative_error};
+use integration_tests::{GPT2, LLAMA, Oracle, QWEN2, bytes_below, relative_error};
 use serde_json::Value;
 use zero::workload::ModelWorkload;
 use zero_alloc::device::DType;
@@ -314,23 +314,11 @@ fn base_costs_its_parameters_alone() {
                 "{case:?}: {slack}"
             );
 
-            let files = walk(outcome.dir.path());
+            let files = bytes_below(outcome.dir.path());
             let elems = workload.config.adapter_elems();
             assert!(files < 12 * elems + 200_000, "{case:?}: {files} bytes");
         }
     }
-}
-
-/// Bytes of all files below a folder.
-fn walk(dir: &std::path::Path) -> u64 {
-    let entries = std::fs::read_dir(dir)
-        .unwrap()
-        .map(|entry| entry.unwrap().path());
-    let bytes = entries.map(|path| match path.is_dir() {
-        true => walk(&path),
-        false => path.metadata().unwrap().len(),
-    });
-    bytes.sum()
 }
 
 /// Tensor parallelism cuts A or B of an adapter, and sums the gradient of the other over its ranks.

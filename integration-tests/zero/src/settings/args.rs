@@ -33,9 +33,9 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FILE|DIR|TOKENS.bin")]
     pub data: Option<PathBuf>,
     /// Train adapters on the frozen model (LoRA): r=16,alpha=32, also with dropout=X,
-    /// targets=q_proj,v_proj and rslora, or a folder of PEFT to start from. Checkpoints then hold the
-    /// adapters alone, and `zero ckpt export` writes a folder of PEFT [default of a name: r=8,
-    /// alpha=8, PEFT's targets for the model]
+    /// targets=q_proj,v_proj (or all-linear) and rslora, or a folder of PEFT to start from.
+    /// Checkpoints then hold the adapters alone, and `zero ckpt export` writes a folder of PEFT
+    /// [default of a name: r=8, alpha=8, PEFT's targets for the model]
     #[arg(long, value_name = "r=R,...|DIR")]
     pub lora: Option<LoraChoice>,
     /// The model.

@@ -141,6 +141,9 @@ mod tests {
         let (config, folder) = on("r=16").unwrap();
         assert!(folder.is_none());
         assert_eq!(config.lora().unwrap().targets, ["q_proj", "v_proj"]);
+        let (config, _) = on("targets=all-linear").unwrap();
+        let all = "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj";
+        assert_eq!(config.lora().unwrap().targets.join(" "), all);
         for (text, why) in [
             ("r=0", "r is 0"),
             ("r=600", "at most the model's width, 576"),

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use integration_tests::{LLAMA, QWEN2};
+use integration_tests::{LLAMA, QWEN2, bytes_below};
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -94,18 +94,6 @@ fn checkpoint_has_no_base() {
         files >= 12 * adapters && 10 * files <= 11 * 12 * adapters,
         "{files}"
     );
-}
-
-/// Bytes of all files below a folder.
-fn bytes_below(dir: &Path) -> u64 {
-    let entries = fs::read_dir(dir)
-        .unwrap()
-        .map(|entry| entry.unwrap().path());
-    let bytes = entries.map(|path| match path.is_dir() {
-        true => bytes_below(&path),
-        false => path.metadata().unwrap().len(),
-    });
-    bytes.sum()
 }
 
 #[test]
