@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
+use faer::Accum;
 use rayon::prelude::*;
 
 use super::dropout::Dropout;
-use super::linear::{Linear, MatrixOrder, Weight};
+use super::linear::{Columns, Linear, MatrixOrder, Weight};
 use super::{rows_per_thread, with_scratch};
 
 /// Elements of the thread's scratch memory that an adapter aims at: 8 MiB.
@@ -89,15 +90,11 @@ pub struct Adapter<'a> {
 
 /// The scratch memory of some rows.
 struct Scratch<'s> {
-    /// The input behind its dropout; empty without one.
+    /// The input behind its dropout, and then the gradient of that; empty without one.
     dropped: &'s mut [f32],
     /// `scale A x`, and the gradient of `A x`, `[rows, r]`.
     hidden: &'s mut [f32],
     dhidden: &'s mut [f32],
-    /// `[rows, outputs]`.
-    out: &'s mut [f32],
-    /// The gradient of the dropped input.
-    dx: &'s mut [f32],
 }
 
 impl Adapter<'_> {
@@ -111,11 +108,19 @@ impl Adapter<'_> {
         [a, b].map(|(w, outputs)| Linear::of_matrix(w, outputs, MatrixOrder::OutputsFirst))
     }
 
+    /// The columns of its outputs in rows of the layer's.
+    fn columns(&self, width: usize) -> Columns {
+        Columns {
+            first: self.outputs.start,
+            len: self.outputs.len(),
+            width,
+        }
+    }
+
     /// Elements of [`Scratch`] for a row.
-    fn row_elems(&self) -> [usize; 5] {
-        let inputs = self.inputs();
-        let dropped = self.dropout.map_or(0, |_| inputs);
-        [dropped, self.r, self.r, self.outputs.len(), inputs]
+    fn row_elems(&self) -> [usize; 3] {
+        let dropped = self.dropout.map_or(0, |_| self.inputs());
+        [dropped, self.r, self.r]
     }
 
     /// Rows that are computed at once. It does not depend on the number of threads.
@@ -126,18 +131,12 @@ impl Adapter<'_> {
     fn with_scratch(&self, rows: usize, work: impl FnOnce(Scratch<'_>)) {
         let sizes = self.row_elems().map(|elems| rows * elems);
         with_scratch(sizes.iter().sum(), |all| {
-            let mut rest = all;
-            let [dropped, hidden, dhidden, out, dx] = sizes.map(|len| {
-                let (part, after) = std::mem::take(&mut rest).split_at_mut(len);
-                rest = after;
-                part
-            });
+            let (dropped, rest) = all.split_at_mut(sizes[0]);
+            let (hidden, dhidden) = rest.split_at_mut(sizes[1]);
             work(Scratch {
                 dropped,
                 hidden,
                 dhidden,
-                out,
-                dx,
             });
         });
     }
@@ -169,17 +168,14 @@ impl Adapter<'_> {
     fn forward(&self, y: &mut [f32], x: &[f32], width: usize) {
         let rows = self.rows_at_once();
         let [_, up] = self.layers();
+        let outputs = Some(self.columns(width));
         let parts = y
             .chunks_mut(rows * width)
             .zip(x.chunks(rows * self.inputs()));
         for (i, (y, x)) in parts.enumerate() {
             self.with_scratch(y.len() / width, |s| {
                 self.hidden(s.hidden, s.dropped, x, i * rows);
-                up.product(s.out, s.hidden);
-                let out = &*s.out;
-                by_rows(y, width, self.outputs.len(), out, |y, out| {
-                    add(&mut y[self.outputs.clone()], out);
-                });
+                up.product_of((y, outputs), Accum::Add, (s.hidden, None));
             });
         }
     }
@@ -197,38 +193,32 @@ impl Adapter<'_> {
         let rows = self.rows_at_once();
         let inputs = self.inputs();
         let [down, up] = self.layers();
+        let outputs = self.columns(width);
         let mut dx = dx.chunks_mut(rows * inputs);
         let parts = x.chunks(rows * inputs).zip(dy.chunks(rows * width));
         for (i, (x, dy)) in parts.enumerate() {
             let dx = dx.next();
             self.with_scratch(dy.len() / width, |s| {
                 let x = self.hidden(s.hidden, s.dropped, x, i * rows);
-                by_rows(s.out, self.outputs.len(), width, dy, |out, dy| {
-                    out.copy_from_slice(&dy[self.outputs.clone()]);
-                });
-                up.weight_gradient([db, &mut []], s.hidden, s.out);
-                up.input_gradient(s.dhidden, s.out);
+                up.matrix_gradient(db, s.hidden, (dy, outputs));
+                let of_outputs = (dy, Some(outputs));
+                up.input_gradient_of((s.dhidden, None), Accum::Replace, of_outputs);
                 scale(s.dhidden, self.scale);
                 down.weight_gradient([da, &mut []], x, s.dhidden);
                 let Some(dx) = dx else { return };
-                down.input_gradient(s.dx, s.dhidden);
-                if let Some((dropout, seq)) = self.dropout {
-                    dropout.of_rows_from(i * rows).apply(s.dx, seq, inputs);
-                }
-                by_rows(dx, inputs, inputs, s.dx, add);
+                let Some((dropout, seq)) = self.dropout else {
+                    return down.input_gradient_of((dx, None), Accum::Add, (s.dhidden, None));
+                };
+                down.input_gradient(s.dropped, s.dhidden);
+                dropout.of_rows_from(i * rows).apply(s.dropped, seq, inputs);
+                let rows = rows_per_thread(dx.len() / inputs) * inputs;
+                let parts = (dx.par_chunks_mut(rows), s.dropped.par_chunks(rows));
+                parts
+                    .into_par_iter()
+                    .for_each(|(dx, dropped)| add(dx, dropped));
             });
         }
     }
-}
-
-/// Calls `work` with each row of y `[rows, n]` and of x `[rows, k]`.
-fn by_rows(y: &mut [f32], n: usize, k: usize, x: &[f32], work: impl Fn(&mut [f32], &[f32]) + Sync) {
-    let rows = rows_per_thread(y.len() / n);
-    let parts = (y.par_chunks_mut(rows * n), x.par_chunks(rows * k)).into_par_iter();
-    parts.for_each(|(y, x)| {
-        let rows = y.chunks_exact_mut(n).zip(x.chunks_exact(k));
-        rows.for_each(|(y, x)| work(y, x));
-    });
 }
 
 fn scale(x: &mut [f32], factor: f32) {

@@ -6,6 +6,7 @@
 //! if it is the transpose of a tensor. So weight gradients, and attention, transpose that operand
 //! first. Products in bf16 ([`super::bf16`]) pack both operands and transpose nothing.
 
+use faer::prelude::ReborrowMut;
 use faer::{Accum, MatMut, MatRef, Par};
 use half::bf16;
 use multiversion::multiversion;
@@ -41,14 +42,61 @@ pub(super) fn gemm(
 /// 2 also holds the panel of `w`.
 const PANEL: usize = 96;
 
-/// `y = x w`, or `y += x w`, for all rows of y `[m, n]`, x `[m, k]` and w `[k, n]`, on the calling
-/// thread.
-fn panels(y: &mut [f32], accum: Accum, x: MatRef<'_, f32>, w: MatRef<'_, f32>) {
+/// `y = x w`, or `y += x w`, on the calling thread.
+fn panels(mut y: MatMut<'_, f32>, accum: Accum, x: MatRef<'_, f32>, w: MatRef<'_, f32>) {
     let n = w.ncols();
     for first in (0..n).step_by(PANEL) {
         let cols = PANEL.min(n - first);
-        let panel = mat_mut(y, x.nrows(), n).subcols_mut(first, cols);
+        let panel = y.rb_mut().subcols_mut(first, cols);
         gemm(panel, accum, x, w.subcols(first, cols), 1.0);
+    }
+}
+
+/// Some columns of a row-major matrix.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Columns {
+    /// The first.
+    pub(super) first: usize,
+    /// Their number.
+    pub(super) len: usize,
+    /// Elements of a row.
+    pub(super) width: usize,
+}
+
+impl Columns {
+    /// All of a matrix whose rows have `width` elements.
+    pub(super) fn all(width: usize) -> Self {
+        Self {
+            first: 0,
+            len: width,
+            width,
+        }
+    }
+
+    fn rows(self, elems: &[f32]) -> usize {
+        elems.len() / self.width
+    }
+
+    fn mat(self, elems: &[f32]) -> MatRef<'_, f32> {
+        let all = mat(elems, self.rows(elems), self.width);
+        all.subcols(self.first, self.len)
+    }
+
+    fn mat_mut(self, elems: &mut [f32]) -> MatMut<'_, f32> {
+        let rows = self.rows(elems);
+        mat_mut(elems, rows, self.width).subcols_mut(self.first, self.len)
+    }
+
+    /// As an operand whose lines are the rows.
+    fn by_rows(self, elems: &[f32]) -> Operand<'_> {
+        let shape = [self.rows(elems), self.len];
+        Operand::rows(Elems::F32(&elems[self.first..]), shape, self.width)
+    }
+
+    /// As an operand whose lines are the columns.
+    fn by_columns(self, elems: &[f32]) -> Operand<'_> {
+        let shape = [self.rows(elems), self.len];
+        Operand::columns(Elems::F32(&elems[self.first..]), shape, self.width)
     }
 }
 
@@ -145,90 +193,82 @@ impl<'a> Linear<'a> {
 
     /// `y = x w + bias`.
     pub fn forward(&self, y: &mut [f32], x: &[f32]) {
-        match self.weight {
-            Weight::F32(w) => by_rows(y, x, self.outputs, self.inputs(), |y, x| {
-                panels(y, Accum::Replace, x, self.matrix(w));
-                if !self.bias.is_empty() {
-                    add_rows(y, self.bias);
-                }
-            }),
-            Weight::Bf16(w, products) => {
-                let is_biased = !self.bias.is_empty();
-                if is_biased {
-                    y.par_chunks_mut(self.outputs)
-                        .for_each(|y| y.copy_from_slice(self.bias));
-                }
-                self.product_bf16(y, is_biased, x, w, products);
-            }
+        if self.bias.is_empty() {
+            return self.product(y, x);
         }
+        y.par_chunks_mut(self.outputs)
+            .for_each(|y| y.copy_from_slice(self.bias));
+        self.product_of((y, None), Accum::Add, (x, None));
     }
 
     /// `y = x w`.
     pub fn product(&self, y: &mut [f32], x: &[f32]) {
-        match self.weight {
-            Weight::F32(w) => by_rows(y, x, self.outputs, self.inputs(), |y, x| {
-                panels(y, Accum::Replace, x, self.matrix(w));
-            }),
-            Weight::Bf16(w, products) => self.product_bf16(y, false, x, w, products),
-        }
-    }
-
-    /// `y = x w`, or `y += x w`.
-    fn product_bf16(
-        &self,
-        y: &mut [f32],
-        accumulate: bool,
-        x: &[f32],
-        w: &'a [bf16],
-        products: Bf16Products,
-    ) {
-        let n = self.outputs;
-        let k = self.inputs();
-        let m = y.len() / n;
-        let x = Operand::rows(Elems::F32(x), [m, k], k);
-        let w = self.operand(w, MatrixOrder::InputsFirst);
-        products.product(mat_mut(y, m, n), accumulate, &x, &w);
+        self.product_of((y, None), Accum::Replace, (x, None));
     }
 
     /// `y = residual + bias + x w`: the projection back onto the residual stream.
     pub fn forward_residual(&self, y: &mut [f32], residual: &[f32], x: &[f32]) {
-        let n = self.outputs;
-        let k = self.inputs();
-        let rows = rows_per_thread(y.len() / n);
-        let start = |y: &mut [f32], residual: &[f32]| match self.bias.is_empty() {
+        let len = rows_per_thread(y.len() / self.outputs) * self.outputs;
+        let parts = (y.par_chunks_mut(len), residual.par_chunks(len)).into_par_iter();
+        parts.for_each(|(y, residual)| match self.bias.is_empty() {
             true => y.copy_from_slice(residual),
             false => sum_with_bias(y, residual, self.bias),
-        };
-        let parts = (y.par_chunks_mut(rows * n), residual.par_chunks(rows * n));
-        match self.weight {
-            Weight::F32(w) => (parts.0, parts.1, x.par_chunks(rows * k))
-                .into_par_iter()
-                .for_each(|(y, residual, x)| {
-                    start(y, residual);
-                    panels(y, Accum::Add, mat(x, y.len() / n, k), self.matrix(w));
-                }),
-            Weight::Bf16(w, products) => {
-                parts
-                    .into_par_iter()
-                    .for_each(|(y, residual)| start(y, residual));
-                self.product_bf16(y, true, x, w, products);
-            }
-        }
+        });
+        self.product_of((y, None), Accum::Add, (x, None));
     }
 
     /// `dx = dy w^T`.
     pub fn input_gradient(&self, dx: &mut [f32], dy: &[f32]) {
-        let n = self.outputs;
-        let k = self.inputs();
+        self.input_gradient_of((dx, None), Accum::Replace, (dy, None));
+    }
+
+    /// `y = x w`, or `y += x w`, of all columns, or of those given.
+    pub(super) fn product_of(
+        &self,
+        (y, to): (&mut [f32], Option<Columns>),
+        accum: Accum,
+        (x, from): (&[f32], Option<Columns>),
+    ) {
+        let to = to.unwrap_or(Columns::all(self.outputs));
+        let from = from.unwrap_or(Columns::all(self.inputs()));
+        self.multiply((y, to), accum, (x, from), MatrixOrder::InputsFirst);
+    }
+
+    /// `dx = dy w^T`, or `dx += dy w^T`, of all columns, or of those given.
+    pub(super) fn input_gradient_of(
+        &self,
+        (dx, to): (&mut [f32], Option<Columns>),
+        accum: Accum,
+        (dy, from): (&[f32], Option<Columns>),
+    ) {
+        let to = to.unwrap_or(Columns::all(self.inputs()));
+        let from = from.unwrap_or(Columns::all(self.outputs));
+        self.multiply((dx, to), accum, (dy, from), MatrixOrder::OutputsFirst);
+    }
+
+    /// The product with the matrix, whose sums are over its inputs, or over its outputs.
+    fn multiply(
+        &self,
+        (y, to): (&mut [f32], Columns),
+        accum: Accum,
+        (x, from): (&[f32], Columns),
+        sums_over: MatrixOrder,
+    ) {
         match self.weight {
-            Weight::F32(w) => by_rows(dx, dy, k, n, |dx, dy| {
-                panels(dx, Accum::Replace, dy, self.matrix(w).transpose());
-            }),
+            Weight::F32(w) => {
+                let w = match sums_over {
+                    MatrixOrder::InputsFirst => self.matrix(w),
+                    MatrixOrder::OutputsFirst => self.matrix(w).transpose(),
+                };
+                let rows = rows_per_thread(to.rows(y));
+                let y = y.par_chunks_mut(rows * to.width);
+                let parts = (y, x.par_chunks(rows * from.width)).into_par_iter();
+                parts.for_each(|(y, x)| panels(to.mat_mut(y), accum, from.mat(x), w));
+            }
             Weight::Bf16(w, products) => {
-                let m = dx.len() / k;
-                let dy = Operand::rows(Elems::F32(dy), [m, n], n);
-                let w = self.operand(w, MatrixOrder::OutputsFirst);
-                products.product(mat_mut(dx, m, k), false, &dy, &w);
+                let w = self.operand(w, sums_over);
+                let is_added = matches!(accum, Accum::Add);
+                products.product(to.mat_mut(y), is_added, &from.by_rows(x), &w);
             }
         }
     }
@@ -236,22 +276,26 @@ impl<'a> Linear<'a> {
     /// Adds the gradients of the matrix and, if there is one, of the bias.
     pub fn weight_gradient(&self, grads: [&mut [f32]; 2], x: &[f32], dy: &[f32]) {
         let [dw, dbias] = grads;
-        let (rows, cols, n) = match self.order {
-            MatrixOrder::InputsFirst => (x, dy, self.outputs),
-            MatrixOrder::OutputsFirst => (dy, x, self.inputs()),
-        };
-        match self.weight {
-            Weight::F32(_) => add_weight_gradient(dw, rows, cols, n),
-            Weight::Bf16(_, products) => {
-                let k = dw.len() / n;
-                let m = cols.len() / n;
-                let rows = Operand::columns(Elems::F32(rows), [m, k], k);
-                let cols = Operand::columns(Elems::F32(cols), [m, n], n);
-                products.product(mat_mut(dw, k, n), true, &rows, &cols);
-            }
-        }
+        self.matrix_gradient(dw, x, (dy, Columns::all(self.outputs)));
         if !dbias.is_empty() {
             add_column_sums(dbias, dy);
+        }
+    }
+
+    /// Adds the gradient of the matrix; the outputs are some columns of `dy`.
+    pub(super) fn matrix_gradient(&self, dw: &mut [f32], x: &[f32], dy: (&[f32], Columns)) {
+        let x = (x, Columns::all(self.inputs()));
+        let [(rows, of_rows), (cols, of_cols)] = match self.order {
+            MatrixOrder::InputsFirst => [x, dy],
+            MatrixOrder::OutputsFirst => [dy, x],
+        };
+        match self.weight {
+            Weight::F32(_) => add_weight_gradient(dw, (rows, of_rows), (cols, of_cols)),
+            Weight::Bf16(_, products) => {
+                let out = mat_mut(dw, of_rows.len, of_cols.len);
+                let operands = [of_rows.by_columns(rows), of_cols.by_columns(cols)];
+                products.product(out, true, &operands[0], &operands[1]);
+            }
         }
     }
 }
@@ -292,48 +336,37 @@ pub(crate) fn add_residual(y: &mut [f32], residual: &[f32], sum: &[f32], bias: &
 const DEPTH: usize = 512;
 const COLUMNS: usize = 256;
 
-/// `dw += x^T dy`: x `[m, k]`, dy `[m, n]`, dw `[k, n]`.
-fn add_weight_gradient(dw: &mut [f32], x: &[f32], dy: &[f32], n: usize) {
+/// `dw += x^T dy`: dw `[k, n]`, of k columns of x and n of dy.
+fn add_weight_gradient(
+    dw: &mut [f32],
+    (x, of_x): (&[f32], Columns),
+    (dy, of_dy): (&[f32], Columns),
+) {
     // The threads split the rows of dw, and each sums over all m, so the order of the sums is
     // fixed.
-    let k = dw.len() / n;
-    let m = dy.len() / n;
-    let rows = rows_per_thread(k);
+    let n = of_dy.len;
+    let m = of_dy.rows(dy);
+    let rows = rows_per_thread(of_x.len);
     dw.par_chunks_mut(rows * n).enumerate().for_each(|(i, dw)| {
         for (block, dw) in dw.chunks_mut(COLUMNS * n).enumerate() {
             let cols = dw.len() / n;
-            let first = i * rows + block * COLUMNS;
+            let first = of_x.first + i * rows + block * COLUMNS;
             with_scratch(cols * DEPTH.min(m), |scratch| {
-                for (x, dy) in x.chunks(DEPTH * k).zip(dy.chunks(DEPTH * n)) {
+                let parts = x
+                    .chunks(DEPTH * of_x.width)
+                    .zip(dy.chunks(DEPTH * of_dy.width));
+                for (x, dy) in parts {
                     // faer would read x with a stride of k, from as many cache lines as it has
                     // rows.
-                    let depth = dy.len() / n;
+                    let depth = of_dy.rows(dy);
                     let transposed = &mut scratch[..cols * depth];
-                    transpose(transposed, &x[first..], k, depth);
-                    panels(
-                        dw,
-                        Accum::Add,
-                        mat(transposed, cols, depth),
-                        mat(dy, depth, n),
-                    );
+                    transpose(transposed, &x[first..], of_x.width, depth);
+                    let transposed = mat(transposed, cols, depth);
+                    panels(mat_mut(dw, cols, n), Accum::Add, transposed, of_dy.mat(dy));
                 }
             });
         }
     });
-}
-
-/// Calls `work(y, x)` on each thread's rows of y `[rows, n]` and x `[rows, k]`.
-fn by_rows(
-    y: &mut [f32],
-    x: &[f32],
-    n: usize,
-    k: usize,
-    work: impl Fn(&mut [f32], MatRef<'_, f32>) + Sync,
-) {
-    let rows = rows_per_thread(y.len() / n);
-    (y.par_chunks_mut(rows * n), x.par_chunks(rows * k))
-        .into_par_iter()
-        .for_each(|(y, x)| work(y, mat(x, y.len() / n, k)));
 }
 
 /// `out[j] += sum over rows of x[i, j]`, row by row within a thread's columns.
