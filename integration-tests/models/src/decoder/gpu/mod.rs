@@ -20,6 +20,7 @@
 //! A pass enqueues kernels and products without allocating. The host waits only for a batch's
 //! pinned memory, if the device is several micro-batches behind.
 
+mod adapter;
 mod batch;
 mod block;
 mod buffers;
@@ -334,8 +335,7 @@ impl GpuDecoder {
         let ParamRanges {
             tokens, positions, ..
         } = &self.ranges;
-        let tensor = cx.tensor.map_or(TensorRank::ALONE, |tensor| tensor.rank);
-        let padding = tensor.padding(&self.config);
+        let padding = cx.tensor_rank().padding(&self.config);
         let rows = self.rows(cx);
         let dtokens = grad.slice(tokens.clone());
         embedding::backward_tokens(kernels, cx.stream, dtokens, &cx.lists, dx, padding, rows)?;
