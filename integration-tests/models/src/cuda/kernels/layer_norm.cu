@@ -9,10 +9,10 @@
 //
 // forward reads x and writes y and stats: 2 rows n sizeof(T) bytes. Grid: a warp for each row.
 // backward adds to dx and, unless `normed` is null, writes y again, with the bits of forward: reads dy, x, dx, writes
-// dx and normed: 5 rows n sizeof(T) bytes. It also sums over rows, for the gradients of gain and bias and, if `sums` is
-// 3, of dx as it was: the gradient of a bias that was added to x; nothing if it is 0. Each warp sums its rows in shared memory (blockDim.x
-// / 32 * sums * chunks * 32 W fp32), each block its warps; sum_partials (column_sums.cu) sums the blocks. All in a
-// fixed order, without atomics, so that the bits depend only on the grid, which depends only on the sizes. Grid: any.
+// dx and normed: 5 rows n sizeof(T) bytes. Unless `sums` is 0, it also sums over rows, for the gradients of gain and bias
+// and, if it is 3, of dx as it was: the gradient of a bias that was added to x. Each warp sums its rows in shared memory
+// (blockDim.x / 32 * sums * chunks * 32 W fp32), each block its warps; sum_partials (column_sums.cu) sums the blocks. All
+// in a fixed order, without atomics, so that the bits depend only on the grid, which depends only on the sizes. Grid: any.
 
 template <class T, int W, int CHUNKS>
 __device__ __forceinline__ void layer_norm_forward(T *y, float *stats, const T *x, const T *gain, const T *bias,

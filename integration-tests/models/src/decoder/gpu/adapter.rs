@@ -97,8 +97,8 @@ impl<'a> Adapter<'a> {
         Ok(x)
     }
 
-    /// Computes its part of the layer's outputs `[M, width]` of x, in its columns of `y`, added to
-    /// those of `add`.
+    /// Writes its part of the layer's outputs `[M, width]` of x to its columns of `y`, added to those of
+    /// `add`.
     pub(super) fn forward(
         &self,
         y: Matrix,
@@ -113,8 +113,8 @@ impl<'a> Adapter<'a> {
         })
     }
 
-    /// Computes the gradient of what is between A and B, which the other gradients read, from that
-    /// of the layer's outputs.
+    /// Computes the gradient of the result of A, which the other gradients read, from that of the
+    /// layer's outputs.
     pub(super) fn hidden_gradient(&self, dy: Matrix) -> Result<(), OpError> {
         let product = Product::new(self.columns(dy), self.b, self.dhidden);
         self.run(&product.times(self.scale))
@@ -145,7 +145,7 @@ impl<'a> Adapter<'a> {
         self.run(&onto_grad(product, da))
     }
 
-    /// Where the gradients of A and B are computed: the gradients themselves, or partial sums.
+    /// The places of the gradients of A and B: the gradients themselves, or partial sums.
     fn places(&self) -> [Grad; 2] {
         let [a, b] = &self.of.partial;
         [(&self.of.a, a), (&self.of.b, b)].map(|(range, partial)| match partial.is_empty() {

@@ -277,8 +277,8 @@ impl<'a> Block<'a> {
         let dout = self.gradient_before(s.narrow, of_norm2, in_mlp)?;
         let dup = self.mlp_backward(g.down, dout)?;
         self.up.begin_backward(dup)?;
-        self.up
-            .run_input_gradient(&self.up.input_gradient(narrow, dup))?;
+        let product = self.up.input_gradient(narrow, dup);
+        self.up.run_input_gradient(&product)?;
         self.norm_backward(self.norm2, of_norm2, in_mlp.is_some(), a.mid, a.stats2)?;
         self.up_gradients(g.up, dup)?;
 
@@ -287,14 +287,14 @@ impl<'a> Block<'a> {
         self.output.begin_backward(dout)?;
         self.weight_gradients(&self.output, g.output, a.attended, dout)?;
         let dattended = s.narrow.slice(0..a.attended.len());
-        self.output
-            .run_input_gradient(&self.output.input_gradient(dattended, dout))?;
+        let product = self.output.input_gradient(dattended, dout);
+        self.output.run_input_gradient(&product)?;
         let [qkv, qkv_bias] = g.qkv;
         let dqkv = self.attention_backward(dattended, qkv_bias, sums.heads)?;
         self.qkv.begin_backward(dqkv)?;
         if self.config.trains_before(self.cx.layer) {
-            self.qkv
-                .run_input_gradient(&self.qkv.input_gradient(narrow, dqkv))?;
+            let product = self.qkv.input_gradient(narrow, dqkv);
+            self.qkv.run_input_gradient(&product)?;
             self.norm_backward(self.norm1, of_norm1, in_attention.is_some(), x, a.stats1)?;
         } else {
             self.norm_again(x)?;
@@ -441,8 +441,8 @@ impl<'a> Block<'a> {
         self.down.begin_backward(dout)?;
         if self.config.mlp == Mlp::SwiGlu {
             // `act` is its gradient until SwiGLU's backward.
-            self.down
-                .run_input_gradient(&self.down.input_gradient(a.act, dout))?;
+            let product = self.down.input_gradient(a.act, dout);
+            self.down.run_input_gradient(&product)?;
             swiglu::backward(kernels, stream, a.act, a.up, self.config.inner)?;
             self.weight_gradients(&self.down, down, a.act, dout)?;
             return Ok(a.up);

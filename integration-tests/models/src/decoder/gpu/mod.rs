@@ -10,7 +10,7 @@
 //! | `checkpoints` | M x C `act`, one a block except two, in pinned host memory | forward to backward; only if offloaded |
 //! | `block[i]` | those of [`slices::BlockSlices`] | forward to backward; with checkpointing one for all |
 //! | `head` | M x C `act`, and the statistics of its norm | forward to backward of the head |
-//! | `scratch` | gradients of activations, partial sums, logits | a backward pass; `dres` also until the next one |
+//! | `scratch` | gradients of activations, partial sums, logits; within adapters | a pass; `dres` also until the next one |
 //! | `table` | angles of the rotary embedding | the model's |
 //! | `exchange` | those of [`crate::decoder::sequence`] | the same; only if ranks share sequences |
 //! | `batch` | tokens and the lists for the embedding's backward | one micro-batch; copied from pinned memory |

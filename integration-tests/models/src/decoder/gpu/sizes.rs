@@ -151,7 +151,7 @@ impl Sizes {
             row_bytes: row * act.size_bytes(),
             block_bytes: bytes(&block, block.iter().filter(|(elems, _)| *elems > 0).count()),
             head_bytes: bytes(&[(whole, act), (head_stats, DType::F32)], 2),
-            scratch_bytes: bytes(&scratch, 12),
+            scratch_bytes: bytes(&scratch, 10 + if low_rank > 0 { 2 } else { 0 }),
             batch_bytes: Layout::new(options, config.drops()).bytes(),
             matmul_bytes: matmul::workspace_bytes(matrix as u64) as usize,
             block,

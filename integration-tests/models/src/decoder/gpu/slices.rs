@@ -26,8 +26,8 @@ pub(crate) struct ScratchSlices {
     pub(crate) sums: DeviceSlice<f32>,
     /// The input of an adapter behind its dropout, or the gradient of that, `[M, inputs]`.
     pub(crate) dropped: AnySlice,
-    /// What is between A and B of an adapter `[M, r]`; behind it the gradients of that of each
-    /// adapter of a layer.
+    /// The result of an adapter's A `[M, r]`; behind it the gradients of that, of each adapter of a
+    /// layer.
     pub(crate) low_rank: AnySlice,
 }
 
