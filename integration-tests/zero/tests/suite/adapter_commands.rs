@@ -7,8 +7,8 @@ use integration_tests::{LLAMA, QWEN2};
 use serde_json::{Value, json};
 
 use crate::support::{
-    Files, Printed, Runs, checkpoints, data, json as read, losses, on_disk, started, succeeds,
-    temp, wait_for,
+    Files, Runs, checkpoints, data, json as read, losses, on_disk, started, succeeds, temp,
+    wait_for,
 };
 
 const ALL: &str = "--lora r=4,alpha=12,targets=c_attn,mlp.c_proj --lr 1e-2";

@@ -4,8 +4,7 @@
 use zero_alloc::device::AnySlice;
 use zero_trainer::Grad;
 
-use super::linear::onto_grad;
-use super::pass_context::PassContext;
+use super::pass_context::{PassContext, onto_grad};
 use crate::cuda::OpError;
 use crate::cuda::dropout::{self, Dropout};
 use crate::cuda::matmul::{Matrix, Product};

@@ -4,7 +4,7 @@ use zero_alloc::device::AnySlice;
 use zero_trainer::Grad;
 
 use super::adapter::Adapter;
-use super::pass_context::PassContext;
+use super::pass_context::{PassContext, onto_grad};
 use crate::cuda::OpError;
 use crate::cuda::matmul::{Epilogue, Matrix, Product};
 use crate::ops::linear::MatrixOrder;
@@ -121,13 +121,5 @@ impl Linear<'_> {
         let dy = Matrix::new(dy, self.outputs);
         let mut adapters = self.adapters.iter();
         adapters.try_for_each(|adapter| adapter.weight_gradients(x, dy))
-    }
-}
-
-/// A product whose result is a gradient.
-pub(super) fn onto_grad(product: Product, grad: Grad) -> Product {
-    match grad {
-        Grad::Add(_) => product.onto_out(),
-        Grad::Write(_) => product,
     }
 }

@@ -12,7 +12,7 @@ use crate::cuda::attention::Masks;
 use crate::cuda::cross_entropy::stride_elems;
 use crate::cuda::dropout::Dropout;
 use crate::cuda::embedding::TokenLists;
-use crate::cuda::matmul::Matmul;
+use crate::cuda::matmul::{Matmul, Product};
 use crate::cuda::norm::Norm;
 use crate::cuda::rope::Angles;
 use crate::cuda::{OpError, OpKernels, SumOut};
@@ -152,6 +152,14 @@ impl From<Grad> for SumOut {
             Grad::Add(sums) => Self::Add(sums),
             Grad::Write(grad) => Self::Write(grad),
         }
+    }
+}
+
+/// A product whose result is a gradient.
+pub(super) fn onto_grad(product: Product, grad: Grad) -> Product {
+    match grad {
+        Grad::Add(_) => product.onto_out(),
+        Grad::Write(_) => product,
     }
 }
 
