@@ -6,7 +6,9 @@ use zero_shard::BlockFormat;
 
 use crate::codec::Codec;
 use crate::error::{Argument, KernelError};
-use crate::kernels::{AdvanceArgs, EncodeSums, Feedback, OrthogonaliseArgs, Segments};
+use crate::kernels::{
+    AdvanceArgs, EncodeSums, Feedback, MatrixRows, OrthogonaliseArgs, Segments, elems_of_rows,
+};
 use crate::rule::{UpdateArgs, UpdateRule, Weights};
 use crate::step::{GradStats, RankStats};
 
@@ -197,7 +199,8 @@ pub(crate) fn orthogonalise(
     if args.row_stride < args.cols {
         same_len("orthogonalise: row_stride", args.cols, args.row_stride)?;
     }
-    written[0].has(args.elems().unwrap_or(usize::MAX))?;
+    let elems = elems_of_rows([args.rows, args.cols], args.row_stride);
+    written[0].has(elems.unwrap_or(usize::MAX))?;
     written[1].has_at_least(scratch_elems)?;
     check_extents(device, &written, &[])
 }
@@ -209,6 +212,25 @@ pub(crate) fn cast(device: DeviceId, src: AnySlice, dst: AnySlice) -> Result<(),
         &[Extent::any("cast: dst", dst)],
         &[Extent::any("cast: src", src)],
     )
+}
+
+pub(crate) fn cast_rows(
+    device: DeviceId,
+    src: MatrixRows,
+    dst: MatrixRows,
+    shape: [usize; 2],
+) -> Result<(), KernelError> {
+    let extent = |what, stride, rows: MatrixRows| {
+        if rows.stride < shape[1] {
+            same_len(stride, shape[1], rows.stride)?;
+        }
+        let extent = Extent::any(what, rows.data);
+        let elems = elems_of_rows(shape, rows.stride);
+        extent.has(elems.unwrap_or(usize::MAX)).map(|()| extent)
+    };
+    let read = extent("cast_rows: src", "cast_rows: src: stride", src)?;
+    let written = extent("cast_rows: dst", "cast_rows: dst: stride", dst)?;
+    check_extents(device, &[written], &[read])
 }
 
 pub(crate) fn encode_blocks(

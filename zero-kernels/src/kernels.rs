@@ -55,6 +55,24 @@ impl Segments {
     }
 }
 
+/// The rows of a matrix in memory.
+#[derive(Clone, Copy, Debug)]
+pub struct MatrixRows {
+    /// From the first to the last element of the matrix, so `(rows - 1) * stride + cols` elements;
+    /// only those of the matrix are read or written, so that others may be in use meanwhile.
+    pub data: AnySlice,
+    /// Elements from the start of a row to the start of the next; at least those of a row.
+    pub stride: usize,
+}
+
+/// The elements from the first to the last of a matrix in rows; `None` if they overflow.
+pub(crate) fn elems_of_rows([rows, cols]: [usize; 2], stride: usize) -> Option<usize> {
+    if rows == 0 || cols == 0 {
+        return Some(0);
+    }
+    (rows - 1).checked_mul(stride)?.checked_add(cols)
+}
+
 /// The arguments of [`Kernels::orthogonalise`].
 #[derive(Clone, Copy, Debug)]
 pub struct OrthogonaliseArgs {
@@ -75,17 +93,6 @@ pub struct OrthogonaliseArgs {
     pub rule: NewtonSchulz,
     /// The factor of the result.
     pub scale: f32,
-}
-
-impl OrthogonaliseArgs {
-    /// The elements that `values` must have; `None` if they overflow.
-    pub(crate) fn elems(&self) -> Option<usize> {
-        if self.rows == 0 || self.cols == 0 {
-            return Some(0);
-        }
-        let last = (self.rows - 1).checked_mul(self.row_stride)?;
-        last.checked_add(self.cols)
-    }
 }
 
 /// The error of an encoding, added to the next one: the argument of [`Kernels::encode_blocks`].
@@ -166,17 +173,17 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
         args: UpdateArgs,
     ) -> Result<(), KernelError>;
 
-    /// Replaces a matrix by `scale` times [`NewtonSchulz`] of it, in fp32: the same bits at any
-    /// alignment and row stride, with any number of threads. A matrix that is not finite becomes
-    /// NaN.
+    /// Replaces a matrix by `scale` times [`NewtonSchulz`] of it: the same bits at any alignment and
+    /// row stride, with any number of threads. A matrix that is not finite becomes NaN. The host
+    /// computes in fp32, and CUDA in bf16 with sums in fp32, as `torch.optim.Muon` does.
     ///
     /// # Errors
     /// See [`KernelError`].
     fn orthogonalise(&self, stream: &D::Stream, args: OrthogonaliseArgs)
     -> Result<(), KernelError>;
 
-    /// Elements of scratch that [`Self::orthogonalise`] needs for a matrix of this shape: a copy and
-    /// two squares of its shorter side.
+    /// Elements of scratch that [`Self::orthogonalise`] needs for a matrix of this shape, such as a
+    /// copy and two squares of its shorter side.
     fn orthogonalise_scratch_elems(&self, rows: usize, cols: usize) -> usize;
 
     /// `dst[i] = src[i] * scale`, rounded to nearest even; any of fp32, bf16, fp16 to any.
@@ -188,6 +195,19 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
         stream: &D::Stream,
         src: AnySlice,
         dst: AnySlice,
+        scale: f32,
+    ) -> Result<(), KernelError>;
+
+    /// [`Self::cast`] of a matrix `[rows, cols]`.
+    ///
+    /// # Errors
+    /// See [`KernelError`].
+    fn cast_rows(
+        &self,
+        stream: &D::Stream,
+        src: MatrixRows,
+        dst: MatrixRows,
+        shape: [usize; 2],
         scale: f32,
     ) -> Result<(), KernelError>;
 

@@ -16,7 +16,9 @@ pub mod step;
 pub use codec::{AverageCodecs, Codec, CodedSlice, Rounding, join, split};
 pub use error::{Argument, KernelError};
 pub use float::Float;
-pub use kernels::{AdvanceArgs, EncodeSums, Feedback, Kernels, OrthogonaliseArgs, Segments};
+pub use kernels::{
+    AdvanceArgs, EncodeSums, Feedback, Kernels, MatrixRows, OrthogonaliseArgs, Segments,
+};
 pub use rule::{
     CudaKernel, MatrixRule, MatrixScale, NewtonSchulz, SettingError, Slot, StepPoint, UpdateArgs,
     UpdateForm, UpdateRule, Weights, WeightsForm,

@@ -177,6 +177,23 @@ pub fn cast<S: Float, D: Float>(src: &[S], dst: &mut [D], scale: f32) -> Result<
     Ok(())
 }
 
+/// See [`Kernels::cast_rows`](crate::Kernels::cast_rows); each matrix with its stride.
+///
+/// # Panics
+/// A matrix has fewer elements than `rows` and `cols` need.
+pub fn cast_rows<S: Float, D: Float>(
+    (src, src_stride): (&[S], usize),
+    (dst, dst_stride): (&mut [D], usize),
+    [rows, cols]: [usize; 2],
+    scale: f32,
+) {
+    for row in 0..rows {
+        for col in 0..cols {
+            dst[row * dst_stride + col] = narrow(widen(src[row * src_stride + col]) * scale);
+        }
+    }
+}
+
 /// See [`Kernels::pack`](crate::Kernels::pack), of parts of one dtype.
 ///
 /// # Errors

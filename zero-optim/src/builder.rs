@@ -14,10 +14,14 @@ use zero_kernels::{Codec, Kernels, Slot, UpdateRule};
 use crate::controller::{OptimizerConfig, StepController};
 use crate::format::{Masters, StateArrays, StateFormat, StateHome};
 use crate::groups::Resolved;
-use crate::matrices::{MatrixExchange, check_elements};
+use crate::matrices::check_elements;
+use crate::matrix_exchange::MatrixDevice;
+use crate::matrix_update::MatrixExchange;
 use crate::pieces::{Pieces, view};
 use crate::segments::check_segments;
-use crate::{AllToAll, Matrices, OptimError, ParamGroups, Segment, ShardedOptimizer};
+use crate::{
+    CommExchange, Matrices, OffloadedMatrices, OptimError, ParamGroups, Segment, ShardedOptimizer,
+};
 
 /// Elements of fp64 that a [`GradStats`] takes, of which there is one per unit.
 const GRAD_STATS_ELEMS: usize = size_of::<GradStats>() / size_of::<f64>();
@@ -46,7 +50,7 @@ pub struct OptimizerBuilder<'a, D: Device> {
     rule: Option<Arc<dyn UpdateRule>>,
     format: StateFormat,
     offloaded: Option<(MakeOffloaded<D>, StateHome)>,
-    matrices: Option<(Matrices, Arc<dyn AllToAll<D>>)>,
+    matrices: Option<MatrixExchange<D>>,
 }
 
 impl<D: Device> std::fmt::Debug for OptimizerBuilder<'_, D> {
@@ -132,8 +136,13 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
 
     /// Sets the matrices of update rules that see them whole, and the exchange with the ranks among
     /// which the state is sharded.
-    pub fn matrices(mut self, matrices: Matrices, comm: Arc<dyn AllToAll<D>>) -> Self {
-        self.matrices = Some((matrices, comm));
+    pub fn matrices(mut self, matrices: Matrices, comm: CommExchange<D>) -> Self {
+        let device = MatrixDevice::new(Arc::clone(&self.kernels), self.pool, comm);
+        self.matrices = Some(MatrixExchange {
+            matrices,
+            of_waves: Box::new(device),
+            pool: self.pool.clone(),
+        });
         self
     }
 
@@ -169,15 +178,14 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
         let sub_group_elems = config.sub_group_elems;
         controller.set_rates(groups.rates.clone());
 
-        match &self.matrices {
-            Some((matrices, _)) => matrices.check(&segments, &groups)?,
+        let mut exchange = self.matrices;
+        match &mut exchange {
+            Some(exchange) => {
+                exchange.matrices.check(&segments, &groups)?;
+                exchange.of_waves.set_rules(groups.rules_of_matrices());
+            }
             None => check_elements(&segments, &groups, |_| 0)?,
         }
-        let exchange = self.matrices.map(|(matrices, comm)| MatrixExchange {
-            matrices,
-            comm,
-            pool: pool.clone(),
-        });
 
         for slot in groups.arrays.iter().flat_map(StateArrays::slots) {
             // Device steps are enqueued before their numbers are known, which select random bits.
@@ -229,6 +237,22 @@ impl OptimizerBuilder<'_, HostDevice> {
     /// of the update in memory unless the format rounds.
     pub fn offload(mut self, home: StateHome) -> Self {
         self.offloaded = Some((Pieces::offloaded, home));
+        self
+    }
+
+    /// [`Self::matrices`], which a device updates in place of the host: directions and updates are
+    /// copied.
+    pub fn matrices_on_device<E: Device>(
+        mut self,
+        matrices: Matrices,
+        offloaded: OffloadedMatrices<E>,
+    ) -> Self {
+        let pool = offloaded.held.clone();
+        self.matrices = Some(MatrixExchange {
+            matrices,
+            of_waves: Box::new(offloaded),
+            pool,
+        });
         self
     }
 }

@@ -1,11 +1,11 @@
-//! [`AllToAll`] by zero-comm.
+//! The exchange of matrices by zero-comm.
 
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device, Stream};
 use zero_comm::Communicator;
 
-use crate::{AllToAll, OptimError};
+use crate::OptimError;
 
 /// The exchange of matrices over a communicator, whose ranks are in the order of the shards, on a
 /// stream. All collectives of the communicator are on
@@ -32,32 +32,27 @@ impl<D: Device> CommExchange<D> {
         &self.stream
     }
 
-    /// Enqueues an exchange behind the stream's own work so far.
+    /// Enqueues, behind the work of `stream` so far, that this rank sends `send_counts[q]` elements
+    /// to each rank q and receives `recv_counts[q]`; `send` and `recv` are in the order of ranks.
+    /// All ranks call it in the same order. Returns the point at which `recv` is complete and
+    /// `send` free.
     ///
     /// # Errors
-    /// [`OptimError::Exchange`], or the stream failed.
-    pub fn enqueue(
+    /// [`OptimError::Exchange`], or a stream failed.
+    pub(crate) fn all_to_all(
         &self,
+        stream: &D::Stream,
         (send, send_counts): (AnySlice, &[usize]),
         (recv, recv_counts): (AnySlice, &[usize]),
     ) -> Result<D::Event, OptimError> {
-        let Self { comm, stream } = self;
-        let enqueued = comm.all_to_all_uneven(stream, send, recv, send_counts, recv_counts);
+        let own = &self.stream;
+        own.wait(&stream.record()?)?;
+        let enqueued = self
+            .comm
+            .all_to_all_uneven(own, send, recv, send_counts, recv_counts);
         enqueued.map_err(|error| OptimError::Exchange {
             message: error.to_string(),
         })?;
-        Ok(stream.record()?)
-    }
-}
-
-impl<D: Device> AllToAll<D> for CommExchange<D> {
-    fn all_to_all(
-        &self,
-        stream: &D::Stream,
-        send: (AnySlice, &[usize]),
-        recv: (AnySlice, &[usize]),
-    ) -> Result<D::Event, OptimError> {
-        self.stream.wait(&stream.record()?)?;
-        self.enqueue(send, recv)
+        Ok(own.record()?)
     }
 }

@@ -587,6 +587,12 @@ impl Resolved {
         self.launch_of[group].map(|[launch, _]| self.launch_rules[launch].update)
     }
 
+    /// The rule of the matrices of each group, if it has one.
+    pub(crate) fn rules_of_matrices(&self) -> Vec<Option<MatrixRule>> {
+        let rule = |group| self.matrix_rules[self.update_of(group)?].clone();
+        (0..self.launch_of.len()).map(rule).collect()
+    }
+
     /// The rule of whole matrices of these launch rules, if they have one.
     pub(crate) fn matrix_rule(&self, rules: usize) -> Option<&MatrixRule> {
         self.matrix_rules[self.launch_rules[rules].update].as_ref()

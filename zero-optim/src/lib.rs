@@ -19,9 +19,11 @@ mod groups;
 pub mod guide {}
 mod loss_scale;
 mod matrices;
+mod matrix_exchange;
 mod matrix_update;
 mod optimizer;
 mod pieces;
+mod run_rows;
 mod schedule;
 mod segments;
 mod state;
@@ -42,7 +44,8 @@ pub use error::OptimError;
 pub use format::{Masters, Moments, StateArrays, StateFormat, StateHome, StateKind};
 pub use groups::{GroupRules, GroupRun, ParamGroups, Piece};
 pub use loss_scale::{DynamicScaling, LossScalerState, LossScaling};
-pub use matrices::{AllToAll, Matrices, Matrix, MatrixParam};
+pub use matrices::{Matrices, Matrix, MatrixParam};
+pub use matrix_exchange::{MatrixDevice, OffloadedMatrices};
 pub use optimizer::{GatheredStats, ShardedOptimizer, StepInputs};
 pub use schedule::{
     Decay, DecayCurve, LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay,

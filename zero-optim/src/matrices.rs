@@ -10,9 +10,7 @@
 //! the parts.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use zero_alloc::device::{AnySlice, Device};
 use zero_shard::{
     Layout, ParamId, ParamPlacement, ParamSpec, ParamUpdater, TensorCut, TensorPart, TensorRun,
     Updaters,
@@ -176,7 +174,7 @@ impl Matrices {
     /// updates of all units at once do better without, since ranks then have matrices of several
     /// units to share.
     ///
-    /// In the exchange ([`AllToAll`]) shards are in order, and of one shard the parts.
+    /// In the exchange ([`CommExchange`](crate::CommExchange)) shards are in order, and of one shard the parts.
     ///
     /// # Errors
     /// The matrices of a parameter do not have its elements, each once, or its parts have another
@@ -294,6 +292,13 @@ impl Matrices {
         }
     }
 
+    /// The most elements of directions, in fp32, that `rank` of the exchange has at once: those of
+    /// an optimizer on the host whose matrices a device updates.
+    pub fn held_elems(&self, rank: u64) -> u64 {
+        let waves = self.waves().map(|wave| wave.buffers(rank, |_, _| 0).held);
+        waves.max().unwrap_or(0)
+    }
+
     /// The waves of updates.
     pub(crate) fn waves(&self) -> impl Iterator<Item = Wave<'_>> {
         let mut rest = &self.params[..];
@@ -350,9 +355,10 @@ pub(crate) fn check_elements(
     Ok(())
 }
 
-/// Elements of a wave's buffers; see `matrix_update.rs`.
+/// Elements of a wave's buffers; see `matrix_exchange.rs`.
 #[derive(Clone, Copy, Default)]
 struct WaveBuffers {
+    held: u64,
     /// Held and received.
     sent: u64,
     /// While its matrices are computed, beside those.
@@ -476,30 +482,23 @@ impl<'a> Wave<'a> {
 
     fn buffers(&self, rank: u64, scratch_elems: impl Fn(usize, usize) -> usize) -> WaveBuffers {
         let len = |Range { start, end }: Range<u64>| end - start;
-        let held: u64 = self
-            .params
-            .iter()
-            .map(|(param, _)| len(param.held(rank)))
-            .sum();
+        let held = self.params.iter().map(|(param, _)| len(param.held(rank)));
+        let held: u64 = held.sum();
         let [mut received, mut returned, mut whole, mut scratch] = [0; 4];
-        for (param, matrices) in self
-            .params
-            .iter()
-            .filter(|(param, _)| param.updater == rank)
-        {
+        let own = |(param, _): &&(&ParamUpdater, _)| param.updater == rank;
+        for (param, matrices) in self.params.iter().filter(own) {
             for other in 0..self.matrices.updaters.world_size() {
                 received += len(param.given(other));
                 returned += len(param.held(other));
             }
             whole += param.joined_elems();
-            let of = matrices
-                .matrices
-                .iter()
-                .map(|m| scratch_elems(m.rows, m.cols) as u64);
-            scratch = of.fold(scratch, u64::max);
+            for matrix in &matrices.matrices {
+                scratch = scratch.max(scratch_elems(matrix.rows, matrix.cols) as u64);
+            }
         }
         let of_copies = if returned == received { 0 } else { returned };
         WaveBuffers {
+            held,
             sent: held + received,
             middle: whole + scratch + of_copies,
             returning: held + returned,
@@ -517,28 +516,4 @@ impl<'a> Wave<'a> {
 /// `elems` if `rank` is the updater, else none.
 fn of_updater(param: &ParamUpdater, rank: u64, elems: Range<u64>) -> Range<u64> {
     if param.updater == rank { elems } else { 0..0 }
-}
-
-/// The exchange of directions and updates with the ranks among which the state is sharded.
-pub trait AllToAll<D: Device>: Send + Sync {
-    /// Enqueues, behind the work of `stream` so far, that this rank sends `send_counts[q]` elements
-    /// to each rank q and receives `recv_counts[q]`; `send` and `recv` are in the order of ranks.
-    /// All ranks call it in the same order. Returns the point at which `recv` is complete and
-    /// `send` free.
-    ///
-    /// # Errors
-    /// [`OptimError::Exchange`].
-    fn all_to_all(
-        &self,
-        stream: &D::Stream,
-        send: (AnySlice, &[usize]),
-        recv: (AnySlice, &[usize]),
-    ) -> Result<D::Event, OptimError>;
-}
-
-/// [`Matrices`] with what an update needs.
-pub(crate) struct MatrixExchange<D: Device> {
-    pub(crate) matrices: Matrices,
-    pub(crate) comm: Arc<dyn AllToAll<D>>,
-    pub(crate) pool: zero_alloc::Pool<D>,
 }

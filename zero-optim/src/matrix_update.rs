@@ -4,43 +4,26 @@
 //! compute  | directions 0 | directions 1 | matrices 0 | directions 2 | apply 0 | matrices 1 | ...
 //! exchange |              | to 0         | to 1       | back 0       | to 2    | back 1     | ...
 //! ```
-//!
-//! Buffers of a wave, in fp32, from its directions to its application:
-//!
-//! | buffer | elements |
-//! |---|---|
-//! | held | what the rank holds of the wave's parameters |
-//! | received, returned | what all ranks hold of the parameters that it updates; one buffer, unless every rank holds all |
-//! | whole | those parameters, joined from their parts |
-//! | scratch | [`Kernels::orthogonalise_scratch_elems`] of the largest matrix |
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
 use zero_alloc::device::{AnySlice, DType, Device, Stream};
-use zero_alloc::{Block, Purpose};
-use zero_kernels::{MatrixRule, OrthogonaliseArgs};
+use zero_alloc::{Block, Pool, Purpose};
 
-use crate::matrices::{Buffer, MatrixExchange, Part, Wave};
+use crate::Matrices;
+use crate::matrices::{Buffer, Wave};
+use crate::matrix_exchange::{Rest, Updates, WaveExchange};
 use crate::pieces::view;
 use crate::segments::{Launch, Phase, UnitSlices};
 use crate::{OptimError, ShardedOptimizer};
 
-/// A wave of which the directions are on their way.
-struct InFlight<'a, D: Device> {
-    wave: Wave<'a>,
-    held: Block<D>,
-    received: Block<D>,
-    /// The end of the exchange that was enqueued last.
-    exchanged: D::Event,
-}
-
-impl<D: Device> MatrixExchange<D> {
-    fn allocate(&self, stream: &D::Stream, elems: usize) -> Result<Block<D>, OptimError> {
-        Ok(self
-            .pool
-            .allocate(elems, DType::F32, Purpose::Workspace, stream)?)
-    }
+/// [`Matrices`] with what an update needs.
+pub(crate) struct MatrixExchange<D: Device> {
+    pub(crate) matrices: Matrices,
+    pub(crate) of_waves: Box<dyn WaveExchange<D>>,
+    /// The memory of directions.
+    pub(crate) pool: Pool<D>,
 }
 
 impl<D: Device> ShardedOptimizer<D> {
@@ -76,141 +59,40 @@ impl<D: Device> ShardedOptimizer<D> {
             of_units.any(|unit| slices_of(unit).is_some())
         };
 
+        let waves: Vec<_> = exchange.matrices.waves().filter(is_now).collect();
+        let mut waves = waves.iter();
         let mut others = Some(others);
-        let mut sent: Option<InFlight<'_, D>> = None;
-        let mut returning: Option<InFlight<'_, D>> = None;
-        let mut waves = exchange.matrices.waves().filter(is_now);
+        let mut sent: Option<(&Wave<'_>, Block<D>, Rest<'_, D>)> = None;
+        let mut returning: Option<(&Wave<'_>, Block<D>, Updates<D>)> = None;
         loop {
-            let next = waves.next();
-            let next = next.map(|wave| self.begin(stream, exchange, wave, &slices_of));
+            let next = waves.next().map(|wave| {
+                let buffer = wave.held();
+                let elems = buffer.elems();
+                let held = exchange
+                    .pool
+                    .allocate(elems, DType::F32, Purpose::Workspace, stream)?;
+                let directions = (&held, Phase::Direction as fn(AnySlice) -> Phase);
+                self.launch(stream, wave, &buffer, directions, &slices_of)?;
+                let rest = exchange.of_waves.send(stream, wave, view(&held))?;
+                Ok::<_, OptimError>((wave, held, rest))
+            });
             let next = next.transpose()?;
             if let Some(others) = others.take() {
                 others(self)?;
             }
-            if let Some(wave) = returning.take() {
-                self.apply(stream, &wave, &slices_of)?;
+            if let Some((wave, held, updates)) = returning.take() {
+                stream.wait(&updates.complete)?;
+                let updates = (&held, Phase::Apply as fn(AnySlice) -> Phase);
+                self.launch(stream, wave, &wave.held(), updates, &slices_of)?;
             }
-            let orthogonalised = sent.take().map(|wave| self.middle(stream, exchange, wave));
-            returning = orthogonalised.transpose()?;
+            if let Some((wave, held, rest)) = sent.take() {
+                returning = Some((wave, held, rest()?));
+            }
             sent = next;
             if sent.is_none() && returning.is_none() {
                 return Ok(());
             }
         }
-    }
-
-    /// Computes the directions of a wave and sends them to the updaters.
-    fn begin<'a, 'b>(
-        &mut self,
-        stream: &D::Stream,
-        exchange: &MatrixExchange<D>,
-        wave: Wave<'b>,
-        slices_of: &impl Fn(usize) -> Option<&'a UnitSlices<'a, D>>,
-    ) -> Result<InFlight<'b, D>, OptimError> {
-        let buffer = wave.held();
-        let held = exchange.allocate(stream, buffer.elems())?;
-        self.launch(stream, &wave, &buffer, (&held, Phase::Direction), slices_of)?;
-
-        let given = wave.given();
-        let of_held = |part: &Part<'_>| {
-            let mut held = buffer.parts.iter();
-            held.find(|held| held.param.id == part.param.id)
-                .map(|held| held.at)
-        };
-        let first = given.parts.first().and_then(of_held).unwrap_or(0);
-        let send = view(&held).slice(first..first + given.elems());
-        let arriving = wave.received();
-        let received = exchange.allocate(stream, arriving.elems())?;
-        let exchanged = exchange.comm.all_to_all(
-            stream,
-            (send, &given.counts),
-            (view(&received), &arriving.counts),
-        )?;
-        Ok(InFlight {
-            wave,
-            held,
-            received,
-            exchanged,
-        })
-    }
-
-    /// Orthogonalises the matrices of this rank and returns them.
-    fn middle<'a>(
-        &mut self,
-        stream: &D::Stream,
-        exchange: &MatrixExchange<D>,
-        sent: InFlight<'a, D>,
-    ) -> Result<InFlight<'a, D>, OptimError> {
-        stream.wait(&sent.exchanged)?;
-        let InFlight {
-            wave,
-            held,
-            received,
-            ..
-        } = sent;
-        let own = wave.own();
-        let whole = exchange.allocate(stream, own.elems())?;
-        let arrived = wave.received();
-        self.copy_parts(stream, &own, view(&whole), &arrived, view(&received), true)?;
-
-        let scratch = own.parts.iter().flat_map(|part| &part.matrices.matrices);
-        let scratch = scratch.map(|m| self.kernels.orthogonalise_scratch_elems(m.rows, m.cols));
-        let scratch = exchange.allocate(stream, scratch.max().unwrap_or(0))?;
-        for part in &own.parts {
-            let rule = self.matrix_rule(part)?;
-            for matrix in &part.matrices.matrices {
-                let range = matrix.range();
-                let values = part.at + range.start..part.at + range.end;
-                let factor = rule.adjust.factor(matrix.outputs(), matrix.inputs());
-                let args = OrthogonaliseArgs {
-                    values: view(&whole).slice(values).typed()?,
-                    rows: matrix.rows,
-                    cols: matrix.cols,
-                    row_stride: matrix.row_stride,
-                    scratch: view(&scratch).typed()?,
-                    rule: rule.newton_schulz,
-                    scale: factor as f32,
-                };
-                self.kernels.orthogonalise(stream, args)?;
-            }
-        }
-
-        let leaving = wave.returned();
-        // The same parts, unless every rank holds all.
-        let returned = match leaving.elems() == arrived.elems() {
-            true => received,
-            false => exchange.allocate(stream, leaving.elems())?,
-        };
-        self.copy_parts(stream, &own, view(&whole), &leaving, view(&returned), false)?;
-        let arriving = wave.held();
-        let exchanged = exchange.comm.all_to_all(
-            stream,
-            (view(&returned), &leaving.counts),
-            (view(&held), &arriving.counts),
-        )?;
-        Ok(InFlight {
-            wave,
-            held,
-            received: returned,
-            exchanged,
-        })
-    }
-
-    /// Applies the updates that came back.
-    fn apply<'a>(
-        &mut self,
-        stream: &D::Stream,
-        returning: &InFlight<'_, D>,
-        slices_of: &impl Fn(usize) -> Option<&'a UnitSlices<'a, D>>,
-    ) -> Result<(), OptimError> {
-        let InFlight {
-            wave,
-            held,
-            exchanged,
-            ..
-        } = returning;
-        stream.wait(exchanged)?;
-        self.launch(stream, wave, &wave.held(), (held, Phase::Apply), slices_of)
     }
 
     /// Enqueues a phase of all parts that this rank holds, whose directions or updates are in
@@ -253,47 +135,5 @@ impl<D: Device> ShardedOptimizer<D> {
             }
         }
         self.enqueue_launches(stream, launches)
-    }
-
-    /// Copies between a rank's own parameters and the parts of a buffer.
-    fn copy_parts(
-        &self,
-        stream: &D::Stream,
-        own: &Buffer<'_>,
-        whole: AnySlice,
-        buffer: &Buffer<'_>,
-        parts: AnySlice,
-        to_whole: bool,
-    ) -> Result<(), OptimError> {
-        for part in &buffer.parts {
-            let mut all = own.parts.iter();
-            let Some(of_own) = all.find(|own| own.param.id == part.param.id) else {
-                continue;
-            };
-            for run in part.runs()? {
-                let in_parts = parts.slice(part.in_buffer(run.in_part));
-                let in_whole = run
-                    .in_whole
-                    .map(|elems| whole.slice(of_own.in_buffer(elems)));
-                match in_whole {
-                    Some(in_whole) if to_whole => self.device.copy(stream, in_parts, in_whole)?,
-                    Some(in_whole) => self.device.copy(stream, in_whole, in_parts)?,
-                    None if to_whole => {}
-                    None => self.device.fill_zero(stream, in_parts)?,
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The rule of a parameter's matrices.
-    fn matrix_rule(&self, part: &Part<'_>) -> Result<&MatrixRule, OptimError> {
-        let group = part.matrices.group;
-        let update = self.groups.update_of(group);
-        let rule = update.and_then(|update| self.groups.matrix_rules[update].as_ref());
-        rule.ok_or_else(|| OptimError::NoMatrixRule {
-            unit: self.names[part.param.id.unit].clone(),
-            group,
-        })
     }
 }

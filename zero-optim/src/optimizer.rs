@@ -35,7 +35,7 @@ use crate::controller::{Divisor, OptimizerConfig, Progress, StepController, Step
 use crate::device_steps::DeviceSteps;
 use crate::format::StateArrays;
 use crate::groups::{GroupRules, Piece, Resolved};
-use crate::matrices::MatrixExchange;
+use crate::matrix_update::MatrixExchange;
 use crate::pieces::{Access, Array, MasterSlice, Pieces, remainder_bytes, view};
 use crate::segments::{Segment, UnitSlices};
 use crate::{OptimError, StateFormat, StateKind};

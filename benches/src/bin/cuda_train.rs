@@ -18,11 +18,12 @@ use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::DType;
 use zero_comm::Solo;
 use zero_data::{DataSource, Dataset};
+use zero_models::cuda::matmul::ProductsOfMatrices;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::{Masters, OptimizerConfig, StateFormat};
 use zero_shard::ZeroStage;
 use zero_trainer::{
-    Home, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda,
+    CudaOptions, Home, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda,
 };
 
 type AnyError = Box<dyn std::error::Error>;
@@ -121,7 +122,10 @@ fn main() -> Result<(), AnyError> {
         let summary = run_on_cuda(
             &device,
             comm.clone(),
-            ops,
+            CudaOptions {
+                record: ops,
+                products: ProductsOfMatrices::load,
+            },
             &settings,
             workload,
             &options,

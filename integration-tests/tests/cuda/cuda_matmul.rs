@@ -6,8 +6,12 @@ use std::time::Duration;
 use zero_alloc::Pool;
 use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DType};
+use zero_kernels::cuda::CudaKernels;
+use zero_kernels::{Kernels, NewtonSchulz, OrthogonaliseArgs, reference};
 use zero_models::cuda::OpError;
-use zero_models::cuda::matmul::{Epilogue, LibraryError, Matmul, Matrix, Product, Timing};
+use zero_models::cuda::matmul::{
+    Epilogue, LibraryError, Matmul, Matrix, Product, ProductsOfMatrices, Timing,
+};
 
 use crate::fp64;
 use crate::gpu::{FLOATS, Gpu, close, rounded, tolerance, values};
@@ -490,4 +494,36 @@ fn bits_are_the_same_at_all_places_that_units_have() {
     };
 
     assert!(at(0) == at(16));
+}
+
+/// Newton-Schulz iterations by the library's products: within the rounding of bf16 of those in fp64.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn newton_schulz_is_near_fp64() {
+    let gpu = Gpu::open();
+    let products = ProductsOfMatrices::load(&gpu.device).unwrap();
+    let kernels = CudaKernels::new(&gpu.device).unwrap();
+    let kernels = kernels.with_products(products);
+    for (rows, cols) in [(48, 64), (64, 48), (32, 32), (33, 70)] {
+        let rule = NewtonSchulz::default();
+        let mut expected = values(rows * cols, 3);
+        let matrix = gpu.floats(&expected);
+        let scratch = kernels.orthogonalise_scratch_elems(rows, cols);
+        let args = OrthogonaliseArgs {
+            values: matrix,
+            rows,
+            cols,
+            row_stride: cols,
+            scratch: gpu.fresh(scratch, DType::F32).typed().unwrap(),
+            rule,
+            scale: 0.5,
+        };
+        kernels.orthogonalise(&gpu.stream, args).unwrap();
+        reference::orthogonalise(&mut expected, [rows, cols], rule, 0.5);
+        let got = gpu.get(matrix.erase());
+        let norm = |values: Vec<f32>| values.iter().map(|x| x * x).sum::<f32>().sqrt();
+        let differences = got.iter().zip(&expected).map(|(a, b)| a - b);
+        let error = norm(differences.collect()) / norm(expected.clone());
+        assert!(error < 0.03, "{rows} x {cols}: {error} of the norm");
+    }
 }

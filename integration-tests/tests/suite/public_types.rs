@@ -28,13 +28,13 @@ const CLOSED: [(&str, &str); 6] = [
     ("zero-alloc", "Polling Search SwapAccess"),
     (
         "zero-kernels",
-        "AdamHyper AdamScalars AdamSlices AdvanceArgs AverageCodecs BlockSlot CodedSlice EncodeSums Feedback FloatSlice FloatSliceMut GradStats Muon NewtonSchulz OrthogonaliseArgs RankStats RemainderSlices \
+        "AdamHyper AdamScalars AdamSlices AdvanceArgs AverageCodecs BlockSlot CodedSlice EncodeSums Feedback FloatSlice FloatSliceMut GradStats MatrixRows Muon NewtonSchulz OrthogonaliseArgs RankStats RemainderSlices \
          Rounding Segments SettingError Slot Span StepConfig StepPoint StepRates StepRecord StepScalars StepState UpdateArgs UpdateSlices WeightSlices Weights",
     ),
     ("zero-comm", "Group Link Part Socket Traffic"),
     (
         "zero-optim",
-        "Decay GroupRun Matrix MatrixParam OneCycle ParamGroup ParamGroups ParamKind RangeTest RankParams Segment StateKind StateRange StepOutcome UnitSlices Warmup \
+        "Decay GroupRun Matrix MatrixParam OffloadedMatrices OneCycle ParamGroup ParamGroups ParamKind RangeTest RankParams Segment StateKind StateRange StepOutcome UnitSlices Warmup \
          WarmupCosine WarmupDecay",
     ),
     ("zero-ckpt", "Header ModelSpec StateSpec TensorEntry"),

@@ -12,7 +12,8 @@ use zero_alloc::host::{HostDevice, Timeline};
 use zero_ckpt::CkptError;
 use zero_comm::threads::World;
 use zero_comm::{Collective, CommOptions, Communicator};
-use zero_kernels::cuda::CudaKernels;
+use zero_kernels::KernelError;
+use zero_kernels::cuda::{CudaKernels, MatrixProducts};
 use zero_optim::OptimError;
 
 use crate::error::TrainError;
@@ -145,16 +146,24 @@ pub fn run_on_host_device(
     run_caught(&comm, make, settings, workload, options, observe)
 }
 
-/// Trains as one rank of `comm` on `device`. Calls `observe` with this rank's metrics. With
-/// `record`, the timeline and the metrics of overlap include the device's operations, at a cost of
-/// two events an operation.
+/// What a rank on a GPU needs beside its settings.
+#[derive(Clone, Copy, Debug)]
+pub struct CudaOptions {
+    /// Whether the timeline and the metrics of overlap include the device's operations, at a cost
+    /// of two events an operation.
+    pub record: bool,
+    /// Loads the products of matrices, for an optimizer that updates some on the GPU.
+    pub products: fn(&CudaDevice) -> Result<Arc<dyn MatrixProducts>, KernelError>,
+}
+
+/// Trains as one rank of `comm` on `device`. Calls `observe` with this rank's metrics.
 ///
 /// # Errors
 /// A failure of this rank, or a collective that failed because another rank did.
 pub fn run_on_cuda(
     device: &CudaDevice,
     comm: Arc<dyn Communicator<CudaDevice>>,
-    record: bool,
+    on_cuda: CudaOptions,
     settings: &Settings,
     workload: &dyn Workload<CudaDevice>,
     options: &RunOptions,
@@ -163,7 +172,7 @@ pub fn run_on_cuda(
     let timeline = Timeline::new();
     let host_timeline = timeline.clone();
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let device = if record {
+    let device = if on_cuda.record {
         device.clone().with_timeline(timeline.clone())
     } else {
         device.clone()
@@ -182,7 +191,8 @@ pub fn run_on_cuda(
         observe(metrics)
     };
 
-    let make = |comm, units| {
+    let make = |comm, units: RunUnits| {
+        let groups = settings.resolve_groups(units.layouts.params(0).0)?;
         Rank::new(
             device,
             timeline,
@@ -191,7 +201,10 @@ pub fn run_on_cuda(
             workload.passes(),
             settings,
             |device, compute| {
-                let kernels = CudaKernels::new(device)?;
+                let mut kernels = CudaKernels::new(device)?;
+                if groups.has_matrices() {
+                    kernels = kernels.with_products((on_cuda.products)(device)?);
+                }
                 // Before the first collective, because loading waits for the device.
                 kernels.warm(compute, settings.limit)?;
                 let host = HostDevice::new().with_timeline(host_timeline);

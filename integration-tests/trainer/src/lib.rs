@@ -48,7 +48,7 @@ pub use {zero_alloc, zero_comm, zero_optim, zero_shard};
 
 pub use batch::{Batch, BatchRows, IGNORED};
 pub use error::TrainError;
-pub use launch::{run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
+pub use launch::{CudaOptions, run_as_rank, run_on_cuda, run_on_host_device, run_on_threads};
 pub use mesh_settings::MeshSettings;
 pub use model::{Grad, Model, ModelError, ModelRanks, Pass};
 pub use muon_settings::{MatricesOf, MuonSettings};
@@ -58,7 +58,8 @@ pub use options::{
 };
 pub use quantised::{ErrorFeedback, QuantisedGrads};
 pub use rank_bytes::{
-    RankBytes, encoded_bytes, gathers, piece_elems, planned_matrices, scratch_elems,
+    RankBytes, encoded_bytes, gathers, held_matrix_bytes, matrix_bytes, piece_elems,
+    planned_matrices, scratch_elems,
 };
 pub use rank_exchange::RankExchange;
 pub use saving::state::TrainerState;

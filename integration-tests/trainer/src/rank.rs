@@ -183,8 +183,7 @@ impl<D: Device> Rank<D> {
         mesh.encode(settings, &kernels, &pool, sums)?;
         let layout = Arc::new(layouts.params(0).0.clone());
         let groups = settings.resolve_groups(&layout)?;
-        let is_host = pool.device().kind() == DeviceKind::Host;
-        state_ranks::check(settings, &groups, is_host)?;
+        state_ranks::check(settings, &groups)?;
         if groups.has_matrices() {
             mesh.matrices = Some(split_by_shards(&*comm, &layouts, settings)?);
         }

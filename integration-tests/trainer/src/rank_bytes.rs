@@ -38,7 +38,8 @@ pub struct RankBytes {
     pub gathered: u64,
     /// Flat fp32 gradients of units in backward, and fp32 copies of 16-bit parameters.
     pub workspace: u64,
-    /// Buffers of the update of matrices. On the device `gathered` is free by then and not counted.
+    /// Buffers of the update of matrices, without what takes the place of `gathered`, which is free
+    /// by then.
     pub matrices: u64,
     /// Buffers of transfers to and from NVMe.
     pub transfers: u64,
@@ -88,6 +89,8 @@ impl RankBytes {
 
         let layouts = settings.mesh.layouts(layout).ok()?;
         let encoded = encoded_bytes(settings, &layouts);
+        // Beside the device, if the update is on the host.
+        let held = held_matrix_bytes(settings, &layouts, &cut_of)?;
         let state = groups.grid_bytes(&layouts, settings.stage, &widths)?;
         let in_memory = |tier: Tier, bytes: u64| if tier == Tier::Nvme { 0 } else { bytes };
         let params = in_memory(settings.offload.params.tier(), state.params_bytes);
@@ -107,24 +110,23 @@ impl RankBytes {
                 .checked_add(encoded)?,
             gathered,
             workspace,
-            matrices: matrices(settings, &layouts, cut_of)?.saturating_sub(
-                match settings.offload.updates_on_host() {
-                    true => 0,
-                    false => gathered,
-                },
-            ),
+            matrices: matrix_bytes(settings, &layouts, &cut_of, orthogonalise_scratch_elems)?
+                .checked_sub(held)?
+                .saturating_sub(gathered)
+                .checked_add(held)?,
             transfers: transfers(settings, layout)?,
             staging: staging(settings, layout, saves)?,
         })
     }
 
     /// The host memory of a rank whose device is a GPU, with `checkpoints` bytes of activation
-    /// checkpoints on the host. `None` if a sum does not fit 64 bits.
+    /// checkpoints on the host; `cut_of` as for [`Self::new`]. `None` if a sum does not fit 64 bits.
     pub fn host_of_gpu(
         settings: &Settings,
         layout: &Layout,
         checkpoints: u64,
         saves: bool,
+        cut_of: impl Fn(&ParamSpec) -> TensorCut,
     ) -> Option<Self> {
         let widths = settings.widths();
         let offload = &settings.offload;
@@ -159,6 +161,7 @@ impl RankBytes {
         Some(Self {
             state: parts.into_iter().try_fold(0, u64::checked_add)?,
             activations: if offload.activations { checkpoints } else { 0 },
+            matrices: held_matrix_bytes(settings, &layouts, cut_of)?,
             transfers: transfers(settings, layout)?,
             staging: staging(settings, layout, saves)?,
             ..Self::default()
@@ -279,17 +282,34 @@ pub fn planned_matrices(
     matrix_exchange::matrices(settings, &groups, layouts, first, whole_of).map(Some)
 }
 
-/// Buffers of the update of matrices on the rank that has the most.
-fn matrices(
+/// Buffers of the update of matrices on the rank that has the most; `scratch_elems` is that of its
+/// kernels for rows and columns. `None` if they do not fit 64 bits.
+pub fn matrix_bytes(
     settings: &Settings,
     layouts: &GridLayout,
     cut_of: impl Fn(&ParamSpec) -> TensorCut,
+    scratch_elems: impl Fn(usize, usize) -> usize,
 ) -> Option<u64> {
     let Some(matrices) = planned_matrices(settings, layouts, cut_of).ok()? else {
         return Some(0);
     };
     let ranks = 0..matrices.updaters().world_size();
-    let elems = ranks.map(|rank| matrices.buffer_elems(rank, orthogonalise_scratch_elems));
+    let elems = ranks.map(|rank| matrices.buffer_elems(rank, &scratch_elems));
+    elems.max()?.checked_mul(size_of::<f32>() as u64)
+}
+
+/// Directions of matrices in host memory, if a GPU updates those of an optimizer on the host.
+pub fn held_matrix_bytes(
+    settings: &Settings,
+    layouts: &GridLayout,
+    cut_of: impl Fn(&ParamSpec) -> TensorCut,
+) -> Option<u64> {
+    let matrices = planned_matrices(settings, layouts, cut_of).ok()?;
+    let Some(matrices) = matrices.filter(|_| settings.offload.updates_on_host()) else {
+        return Some(0);
+    };
+    let ranks = 0..matrices.updaters().world_size();
+    let elems = ranks.map(|rank| matrices.held_elems(rank));
     elems.max()?.checked_mul(size_of::<f32>() as u64)
 }
 
@@ -460,7 +480,8 @@ pub(crate) mod tests {
         let layout = Layout::new(&units(), 2, SHARD_ALIGN_ELEMS).unwrap();
         let shard = layout.shard_elems();
         let host = |stage, offload, saves| {
-            RankBytes::host_of_gpu(&settings(stage, offload), &layout, 100, saves).unwrap()
+            let whole = |_: &ParamSpec| TensorCut::Replicated;
+            RankBytes::host_of_gpu(&settings(stage, offload), &layout, 100, saves, whole).unwrap()
         };
         let none = OffloadSettings::default();
         assert_eq!(

@@ -11,14 +11,9 @@ use crate::param_groups::ModelGroups;
 use crate::settings::Settings;
 
 /// Refuses what Muon cannot do in these settings.
-pub(crate) fn check(
-    settings: &Settings,
-    groups: &ModelGroups,
-    is_host: bool,
-) -> Result<(), TrainError> {
+pub(crate) fn check(settings: &Settings, groups: &ModelGroups) -> Result<(), TrainError> {
     let why = match () {
         () if !groups.has_matrices() => return Ok(()),
-        () if !is_host => "has no products on CUDA yet: use --device cpu, or AdamW",
         () if settings.adapters.is_some() => {
             "is for the matrices of whole models, and adapters are trained: use AdamW with --lora"
         }

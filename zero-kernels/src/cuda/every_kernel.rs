@@ -4,12 +4,13 @@ use zero_alloc::device::{AnySlice, DType, DeviceId, DeviceSlice};
 use zero_shard::BlockFormat;
 
 use super::launch::{
-    Launch, Param, accumulate, advance_step, cast, grad_stats, pack, rank_stats, update,
+    Launch, Param, accumulate, advance_step, cast, cast_rows, grad_stats, normalise, pack,
+    rank_stats, update,
 };
 use super::launch_blocks::{decode_blocks, encode_blocks};
 use crate::{
-    AdvanceArgs, AverageCodecs, Codec, CodedSlice, KernelError, Rounding, Segments, UpdateArgs,
-    Weights, rules,
+    AdvanceArgs, AverageCodecs, Codec, CodedSlice, KernelError, MatrixRows, Rounding, Segments,
+    UpdateArgs, Weights, rules,
 };
 
 /// Slots of [`every_kernel`], each for a single value.
@@ -126,6 +127,8 @@ fn kernels_of_grad(
 
     for dst in floats {
         launches.push(cast(device, grad, dst, 1.0)?);
+        let [src, dst_rows] = [grad, dst].map(|data| MatrixRows { data, stride: 0 });
+        launches.push(cast_rows(device, src, dst_rows, [0, 0], 1.0)?);
         launches.extend(pack(device, &[(grad, 0)], none, dst)?);
     }
 
@@ -161,6 +164,7 @@ fn kernels_of_step(slots: Slots, grad: AnySlice) -> Result<Vec<Launch>, KernelEr
     };
 
     launches.push(advance_step(device, &args)?);
+    launches.push(normalise(slots.none(), slots.slot(3, 1), 1.0));
     Ok(launches)
 }
 
@@ -224,7 +228,7 @@ mod tests {
         entries.dedup();
         assert_eq!(
             entries.len(),
-            3 * (12 + 3) + 3 * 3 + 5 + 9 + 9 + 9 + 9 + 3 + 4 + 2,
+            3 * (12 + 3) + 3 * 3 + 5 + 9 + 9 + 9 + 9 + 9 + 1 + 3 + 4 + 2,
             "each kernel once"
         );
 

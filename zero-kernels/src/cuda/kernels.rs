@@ -11,12 +11,13 @@ use zero_shard::BlockFormat;
 
 use super::every_kernel::{EVERY_KERNEL_BYTES, entries_of, every_kernel};
 use super::launch::{self, Launch, Param};
+use super::orthogonalise::{MatrixProducts, orthogonalise_scratch_elems};
 use super::source::SOURCES;
 use super::{Functions, Loader, launch_blocks};
 use crate::step::RankStats;
 use crate::{
     AdvanceArgs, AverageCodecs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels,
-    OrthogonaliseArgs, Segments, UpdateArgs, UpdateRule, check,
+    MatrixRows, OrthogonaliseArgs, Segments, UpdateArgs, UpdateRule, check,
 };
 
 /// The operations on one GPU's streams. A clone is another handle of the same kernels.
@@ -28,6 +29,7 @@ use crate::{
 pub struct CudaKernels {
     loader: Loader,
     loaded: Arc<[OnceLock<Functions>; SOURCES.len()]>,
+    products: Option<Arc<dyn MatrixProducts>>,
 }
 
 impl CudaKernels {
@@ -44,6 +46,16 @@ impl CudaKernels {
         Self {
             loader,
             loaded: Arc::default(),
+            products: None,
+        }
+    }
+
+    /// With products for [`Kernels::orthogonalise`], which is refused without.
+    #[must_use]
+    pub fn with_products(self, products: Arc<dyn MatrixProducts>) -> Self {
+        Self {
+            products: Some(products),
+            ..self
         }
     }
 
@@ -135,7 +147,7 @@ impl CudaKernels {
     }
 
     /// Enqueues the launch of a checked operation, unless its range is empty.
-    fn enqueue(
+    pub(super) fn enqueue(
         &self,
         stream: &CudaStream,
         op: &'static str,
@@ -163,21 +175,26 @@ unsafe impl Kernels<CudaDevice> for CudaKernels {
         self.enqueue(stream, rule.label(&args.form()), launch)
     }
 
-    /// Checks the arguments, and refuses.
     fn orthogonalise(
         &self,
-        _stream: &CudaStream,
+        stream: &CudaStream,
         args: OrthogonaliseArgs,
     ) -> Result<(), KernelError> {
-        check::orthogonalise(self.id(), &args, 0)?;
-        Err(KernelError::Refused {
+        let scratch_elems = self.orthogonalise_scratch_elems(args.rows, args.cols);
+        check::orthogonalise(self.id(), &args, scratch_elems)?;
+        let products = self.products.as_ref().ok_or(KernelError::Refused {
             what: "orthogonalise",
-            reason: "not supported on CUDA yet: use Muon on the host, or AdamW",
-        })
+            reason: "the kernels have no matrix products: pass some to CudaKernels::with_products",
+        })?;
+        match scratch_elems {
+            0 => Ok(()),
+            _ => self.newton_schulz(stream, &args, products),
+        }
     }
 
-    fn orthogonalise_scratch_elems(&self, _rows: usize, _cols: usize) -> usize {
-        0
+    fn orthogonalise_scratch_elems(&self, rows: usize, cols: usize) -> usize {
+        let workspace_bytes = self.products.as_ref().map_or(0, |of| of.workspace_bytes());
+        orthogonalise_scratch_elems(rows, cols, workspace_bytes)
     }
 
     fn cast(
@@ -188,6 +205,18 @@ unsafe impl Kernels<CudaDevice> for CudaKernels {
         scale: f32,
     ) -> Result<(), KernelError> {
         self.enqueue(stream, "cast", launch::cast(self.id(), src, dst, scale)?)
+    }
+
+    fn cast_rows(
+        &self,
+        stream: &CudaStream,
+        src: MatrixRows,
+        dst: MatrixRows,
+        shape: [usize; 2],
+        scale: f32,
+    ) -> Result<(), KernelError> {
+        let launch = launch::cast_rows(self.id(), src, dst, shape, scale)?;
+        self.enqueue(stream, "cast_rows", launch)
     }
 
     fn updates(&self, codec: Codec) -> bool {

@@ -5,12 +5,13 @@ use std::ffi::c_void;
 
 use zero_alloc::device::{AnySlice, DType, DeviceId, DeviceSlice};
 
-use super::span::{Span, THREADS, grid};
+use super::span::{GROUP_ELEMS, Span, THREADS, grid};
 use crate::host::stats_order::CHUNK_ELEMS;
 use crate::rule::{entries, float_index};
 use crate::step::RankStats;
 use crate::{
-    AdvanceArgs, Codec, GradStats, KernelError, Segments, UpdateArgs, UpdateRule, Weights, check,
+    AdvanceArgs, Codec, GradStats, KernelError, MatrixRows, Segments, UpdateArgs, UpdateRule,
+    Weights, check,
 };
 
 /// The most ranges of one launch (`RANGES` of cuda/prelude.cuh). Their addresses are kernel
@@ -73,6 +74,7 @@ pub(super) enum Param {
     Address(u64),
     U64(u64),
     F32(f32),
+    F64(f64),
     Span(Span),
     Words(Vec<u32>),
     Ranges(Box<Ranges>),
@@ -85,6 +87,7 @@ impl Param {
         match self {
             Self::Address(x) | Self::U64(x) => std::ptr::from_mut(x).cast(),
             Self::F32(x) => std::ptr::from_mut(x).cast(),
+            Self::F64(x) => std::ptr::from_mut(x).cast(),
             Self::Span(x) => std::ptr::from_mut(x).cast(),
             Self::Words(x) => x.as_mut_ptr().cast(),
             Self::Ranges(x) => std::ptr::from_mut(&mut **x).cast(),
@@ -94,7 +97,7 @@ impl Param {
 
     pub(super) fn size_bytes(&self) -> usize {
         match self {
-            Self::Address(_) | Self::U64(_) => 8,
+            Self::Address(_) | Self::U64(_) | Self::F64(_) => 8,
             Self::F32(_) => 4,
             Self::Span(_) => size_of::<Span>(),
             Self::Words(x) => size_of_val(x.as_slice()),
@@ -236,6 +239,47 @@ pub(super) fn cast(
         Span::of(&[src, dst]),
         vec![src.into(), dst.into(), Param::F32(scale)],
     ))
+}
+
+pub(super) fn cast_rows(
+    device: DeviceId,
+    src: MatrixRows,
+    dst: MatrixRows,
+    [rows, cols]: [usize; 2],
+    scale: f32,
+) -> Result<Launch, KernelError> {
+    check::cast_rows(device, src, dst, [rows, cols])?;
+    let names = [
+        entries!("cast_rows_f32"),
+        entries!("cast_rows_bf16"),
+        entries!("cast_rows_f16"),
+    ];
+    let from = index("cast_rows: src", src.data.dtype())?;
+    let to = index("cast_rows: dst", dst.data.dtype())?;
+    let sizes = [rows, cols, src.stride, dst.stride].map(|n| Param::U64(n as u64));
+    let mut params = vec![src.data.into(), dst.data.into(), Param::F32(scale)];
+    params.extend(sizes);
+    let threads = (cols as u64)
+        .div_ceil(GROUP_ELEMS)
+        .saturating_mul(rows as u64);
+    Ok(Launch {
+        source: "cast_rows.cu",
+        entry: names[from][to],
+        blocks: grid(threads.div_ceil(THREADS.into())),
+        threads: THREADS,
+        params,
+    })
+}
+
+/// `x / max(norm(x), least)` in place; `stats` are those of x.
+pub(super) fn normalise(
+    x: DeviceSlice<half::bf16>,
+    stats: DeviceSlice<GradStats>,
+    least: f64,
+) -> Launch {
+    let span = Span::of(&[x.erase()]);
+    let params = vec![x.into(), stats.into(), Param::F64(least)];
+    Launch::flat("normalise.cu", "normalise_bf16", span, params)
 }
 
 /// Elements of a block of pack (`PACK_ELEMS` of cuda/pack.cu).

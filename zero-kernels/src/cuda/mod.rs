@@ -11,6 +11,8 @@
 //! | cuda/encode_blocks.cu | encoding with error feedback and sums of errors | [`host::encode_blocks`](crate::host::encode_blocks) |
 //! | cuda/decode_blocks.cu | sums of arrays in blocks | [`host::decode_blocks`](crate::host::decode_blocks) |
 //! | cuda/cast.cu | conversion with a scale | [`host::cast`](crate::host::cast()) |
+//! | cuda/cast_rows.cu | the same for the rows of a matrix | [`reference::cast_rows`](crate::reference::cast_rows()) |
+//! | cuda/normalise.cu | a matrix over its norm, before Newton-Schulz iterations by products of another library ([`MatrixProducts`]) | part of the operation |
 //! | cuda/accumulate.cu | sum over micro-batches | [`host::accumulate`](crate::host::accumulate()) |
 //! | cuda/grad_stats.cu | norm and non-finite count, two stages | [`host::grad_stats`](crate::host::grad_stats()) |
 //! | cuda/pack.cu | parts of units to shards, one rank's behind another's | [`reference::pack`](crate::reference::pack()) |
@@ -32,6 +34,7 @@ mod launch;
 mod launch_blocks;
 mod loader;
 mod nvrtc;
+mod orthogonalise;
 mod source;
 mod span;
 mod target;
@@ -43,6 +46,7 @@ pub use every_kernel::kernel_signatures;
 pub use kernels::CudaKernels;
 pub use loader::{Functions, Loader};
 pub use nvrtc::{Compiled, Nvrtc};
+pub use orthogonalise::{MatrixProduct, MatrixProducts, orthogonalise_scratch_elems};
 pub use source::KernelSource;
 pub use span::{Span, THREADS};
 pub use target::{Arch, Target};

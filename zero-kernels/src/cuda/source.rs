@@ -24,7 +24,7 @@ macro_rules! sources {
 }
 
 /// The sources of this crate.
-pub(super) const SOURCES: [KernelSource; 13] = sources![
+pub(super) const SOURCES: [KernelSource; 15] = sources![
     "adam.cu": ["src/rules/adam/" "element.cuh", "src/rules/adam/" "adam.cu"],
     "adam8.cu": "#define CODE_BITS 8" [
         "cuda/" "blocks.cuh",
@@ -50,6 +50,8 @@ pub(super) const SOURCES: [KernelSource; 13] = sources![
     "encode_blocks.cu": ["cuda/" "blocks.cuh", "cuda/" "encode_blocks.cu"],
     "decode_blocks.cu": ["cuda/" "blocks.cuh", "cuda/" "decode_blocks.cu"],
     "cast.cu": ["cuda/" "cast.cu"],
+    "cast_rows.cu": ["cuda/" "cast_rows.cu"],
+    "normalise.cu": ["cuda/" "normalise.cu"],
     "pack.cu": ["cuda/" "pack.cu"],
     "accumulate.cu": ["cuda/" "accumulate.cu"],
     "grad_stats.cu": ["cuda/" "grad_stats.cu"],

@@ -14,7 +14,7 @@ pub const THREADS: u32 = 256;
 /// Threads of a warp (`WARP` of cuda/prelude.cuh).
 const WARP: u64 = 32;
 /// Elements of a thread (`GROUP` of cuda/prelude.cuh).
-const GROUP_ELEMS: u64 = 8;
+pub(super) const GROUP_ELEMS: u64 = 8;
 /// Elements of a tile (`TILE_ELEMS` of cuda/prelude.cuh).
 const TILE_ELEMS: u64 = WARP * GROUP_ELEMS;
 /// Bytes of a wide access.

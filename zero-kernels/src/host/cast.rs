@@ -19,7 +19,7 @@ pub fn cast<S: Float, D: Float>(src: &[S], dst: &mut [D], scale: f32) -> Result<
     "x86_64+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx2+fma+bmi1+bmi2+lzcnt",
     "x86_64+avx2+fma+bmi1+bmi2+lzcnt"
 ))]
-fn run<S: Float, D: Float>(src: &[S], dst: &mut [D], scale: f32) {
+pub(super) fn run<S: Float, D: Float>(src: &[S], dst: &mut [D], scale: f32) {
     for (d, s) in dst.iter_mut().zip(src) {
         *d = D::from_f32(s.to_f32() * scale);
     }

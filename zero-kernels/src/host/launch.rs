@@ -12,7 +12,7 @@ use super::update::FloatSlice;
 use super::{Workers, coded, orthogonalise};
 use crate::step::{self, RankStats};
 use crate::{
-    AdvanceArgs, Codec, EncodeSums, Feedback, Float, GradStats, KernelError, Kernels,
+    AdvanceArgs, Codec, EncodeSums, Feedback, Float, GradStats, KernelError, Kernels, MatrixRows,
     OrthogonaliseArgs, Segments, UpdateArgs, UpdateRule, check,
 };
 
@@ -140,6 +140,43 @@ unsafe impl Kernels<HostDevice> for HostKernels {
                 // SAFETY: as above, and `check` found it disjoint from `src`.
                 let dst = unsafe { dst.as_host_mut() };
                 workers.cast(src, dst, scale).map_err(failed)
+            })?;
+            Ok(())
+        }))
+    }
+
+    fn cast_rows(
+        &self,
+        stream: &HostStream,
+        src: MatrixRows,
+        dst: MatrixRows,
+        [rows, cols]: [usize; 2],
+        scale: f32,
+    ) -> Result<(), KernelError> {
+        check::cast_rows(DeviceId::HOST, src, dst, [rows, cols])?;
+        if cols == 0 {
+            return Ok(());
+        }
+        let workers = self.workers.clone();
+        with_float!("cast_rows: src", src.data.dtype(), S => with_float!("cast_rows: dst", dst.data.dtype(), D => {
+            let from = src.data.typed::<S>()?;
+            let to = dst.data.typed::<D>()?;
+            let at = move |row: usize, stride: usize| row * stride..row * stride + cols;
+            let rows_of_part = (workers.part_elems(rows * cols) / cols).max(1);
+            stream.enqueue("cast_rows", move || {
+                let parts = (0..rows).step_by(rows_of_part);
+                workers.each(parts, |first| {
+                    for row in first..rows.min(first + rows_of_part) {
+                        // SAFETY: `check` found host memory; its maker promised validity and
+                        // ordered accesses.
+                        let src = unsafe { from.slice(at(row, src.stride)).as_host() };
+                        // SAFETY: as above, and `check` found it disjoint from `src`; a row is of
+                        // one part.
+                        let dst = unsafe { to.slice(at(row, dst.stride)).as_host_mut() };
+                        super::cast::run(src, dst, scale);
+                    }
+                });
+                Ok(())
             })?;
             Ok(())
         }))

@@ -3,7 +3,7 @@
 
 use half::{bf16, f16};
 use zero_alloc::device::Device;
-use zero_kernels::{Float, GradStats, Segments, host, reference};
+use zero_kernels::{Float, GradStats, MatrixRows, Segments, host, reference};
 
 use crate::Rig;
 use crate::adam::from;
@@ -46,6 +46,45 @@ pub fn cast_from_fp16<D: Device>(rig: &Rig<D>) {
     check_cast::<D, f16, f32>(rig);
     check_cast::<D, f16, bf16>(rig);
     check_cast::<D, f16, f16>(rig);
+}
+
+fn check_cast_rows<D: Device, S: Float, T: Float>(rig: &Rig<D>) {
+    let shapes: [[usize; 2]; 7] = [[0, 3], [3, 0], [1, 1], [3, 8], [5, 17], [4, 64], [3, 2049]];
+    for (i, shape) in shapes.into_iter().enumerate() {
+        let [rows, cols] = shape;
+        let strides = [cols + [0, 8, 3][i % 3], cols + [8, 0, 5][i % 3]];
+        let [src_elems, dst_elems] = strides.map(|stride| match cols {
+            0 => 0,
+            _ => rows.saturating_sub(1) * stride + cols * rows.min(1),
+        });
+        let src = values::<S>(src_elems, 5, true);
+        let on_src = rig.buffer(&src, from(i, 0));
+        let dst = rig.poisoned::<T>(dst_elems, from(i, 1));
+        let [from, to] = [(on_src.any(), strides[0]), (dst.any(), strides[1])]
+            .map(|(data, stride)| MatrixRows { data, stride });
+        let mut expected = dst.read();
+        let kernels = &rig.kernels;
+        kernels
+            .cast_rows(&rig.stream, from, to, shape, 3.7)
+            .unwrap();
+        let into = (&mut expected[..], strides[1]);
+        reference::cast_rows((&src, strides[0]), into, shape, 3.7);
+        let what = format!("{shape:?} from {} to {}", S::DTYPE, T::DTYPE);
+        assert_same(&what, &dst.read(), &expected);
+        assert_same("the source", &on_src.read(), &src);
+    }
+}
+
+pub fn cast_rows_of_every_type<D: Device>(rig: &Rig<D>) {
+    check_cast_rows::<D, f32, f32>(rig);
+    check_cast_rows::<D, f32, bf16>(rig);
+    check_cast_rows::<D, f32, f16>(rig);
+    check_cast_rows::<D, bf16, f32>(rig);
+    check_cast_rows::<D, bf16, bf16>(rig);
+    check_cast_rows::<D, bf16, f16>(rig);
+    check_cast_rows::<D, f16, f32>(rig);
+    check_cast_rows::<D, f16, bf16>(rig);
+    check_cast_rows::<D, f16, f16>(rig);
 }
 
 /// Widens every 16-bit pattern, and narrows fp32 values around every rounding point of both types.

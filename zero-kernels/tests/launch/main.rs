@@ -7,6 +7,8 @@ mod block_kernels;
 mod common;
 mod flat;
 mod muon_kernels;
+#[cfg(feature = "cuda")]
+mod newton_schulz_cuda;
 mod order;
 mod refused;
 mod rig;
@@ -74,6 +76,7 @@ on_every_device! {
     flat::cast_from_fp32,
     flat::cast_from_bf16,
     flat::cast_from_fp16,
+    flat::cast_rows_of_every_type,
     #[cfg_attr(miri, ignore = "many values")] flat::every_rounding_point,
     flat::accumulate_from_every_type,
     flat::grad_stats_of_every_type,
@@ -90,4 +93,28 @@ on_every_device! {
     refused::bad_arguments_of_step_operations,
     #[cfg(not(miri))] torch::adamw_agrees_with_torch,
     #[cfg(not(miri))] torch::adam_with_l2_agrees_with_torch,
+}
+
+/// On CUDA alone: the host's have no other products.
+#[cfg(feature = "cuda")]
+mod cuda_matrices {
+    use super::{Rig, newton_schulz_cuda};
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn bits_are_those_of_a_plain_loop() {
+        newton_schulz_cuda::bits_are_those_of_a_plain_loop(&Rig::cuda());
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn extremes() {
+        newton_schulz_cuda::extremes(&Rig::cuda());
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA device"]
+    fn refused_without_products() {
+        newton_schulz_cuda::refused_without_products(&Rig::cuda());
+    }
 }

@@ -8,8 +8,8 @@ use zero_alloc::device::{
 };
 use zero_kernels::step::{StepConfig, StepRecord, StepState};
 use zero_kernels::{
-    AdvanceArgs, Argument, GradStats, KernelError, RankStats, Rounding, Segments, StepScalars,
-    UpdateArgs, UpdateRule, Weights,
+    AdvanceArgs, Argument, GradStats, KernelError, MatrixRows, RankStats, Rounding, Segments,
+    StepScalars, UpdateArgs, UpdateRule, Weights,
 };
 
 use crate::Rig;
@@ -257,6 +257,33 @@ pub fn bad_arguments_of_flat_operations<D: Device>(rig: &Rig<D>) {
     assert_eq!(
         kernels.cast(stream, all, all.slice(1..3), 1.0),
         length("cast: dst", 8, 2)
+    );
+
+    let rows = |range, stride| MatrixRows {
+        data: all.slice(range),
+        stride,
+    };
+    let cast_rows = |src, dst| kernels.cast_rows(stream, src, dst, [2, 2], 1.0);
+    assert_eq!(cast_rows(rows(0..4, 2), rows(4..8, 2)), Ok(()));
+    assert_eq!(
+        cast_rows(rows(0..4, 1), rows(4..8, 2)),
+        length("cast_rows: src: stride", 2, 1)
+    );
+    assert_eq!(
+        cast_rows(rows(0..4, 2), rows(4..8, 3)),
+        length("cast_rows: dst", 5, 4)
+    );
+    assert_eq!(
+        cast_rows(rows(0..5, 3), rows(4..8, 2)),
+        overlap("cast_rows: dst", "cast_rows: src")
+    );
+    let of_doubles = MatrixRows {
+        data: doubles.any().slice(0..4),
+        stride: 2,
+    };
+    assert_eq!(
+        cast_rows(of_doubles, rows(4..8, 2)),
+        unsupported("cast_rows: src", DType::F64)
     );
 
     let acc = floats.slice();

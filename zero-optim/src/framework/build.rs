@@ -402,7 +402,7 @@ impl<D: Device> Builder<D> {
             false => {
                 let comm = Arc::clone(&rank.comm);
                 let exchange = CommExchange::new(comm, rank.comm_stream.clone());
-                optim.matrices(matrices, Arc::new(exchange))
+                optim.matrices(matrices, exchange)
             }
         };
         let optim = optim.build(segments)?;

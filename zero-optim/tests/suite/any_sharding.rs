@@ -171,7 +171,7 @@ impl Model {
                 let matrices = Matrices::new(&layout, (rank, part), place.whole, false, of)?;
                 let exchanges = host.pool.device().create_stream("exchanges")?;
                 let exchange = CommExchange::new(Arc::new(comm), exchanges);
-                builder.matrices(matrices, Arc::new(exchange))
+                builder.matrices(matrices, exchange)
             }
             None => builder,
         };

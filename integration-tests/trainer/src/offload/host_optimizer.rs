@@ -30,8 +30,8 @@ use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_alloc::swap::{SwapAccess, SwapFile};
 use zero_alloc::{Block, Purpose};
 use zero_optim::{
-    Divisor, GatheredStats, Masters, RankStats, Segment, ShardedOptimizer, StateFormat, StateHome,
-    StepOutcome, UnitSlices,
+    Divisor, GatheredStats, Masters, MatrixDevice, OffloadedMatrices, RankStats, Segment,
+    ShardedOptimizer, StateFormat, StateHome, StepOutcome, UnitSlices,
 };
 
 use crate::error::TrainError;
@@ -41,7 +41,6 @@ use crate::offload::settings::{Home, OffloadSettings};
 use crate::offload::unit_file::UnitFile;
 use crate::rank::Rank;
 use crate::rank_exchange::RankExchange;
-use crate::stages::matrix_exchange::HostExchange;
 use crate::step::inputs::StepInputs;
 use crate::telemetry::metrics::NvmeBytes;
 
@@ -105,17 +104,16 @@ impl<D: Device> HostOptimizer<D> {
         };
 
         let builder = match rank.matrices()? {
-            Some((matrices, of_device)) => {
-                let exchange = HostExchange {
-                    of_device,
-                    device: rank.pool.device().clone(),
-                    done: host
-                        .plain
-                        .device()
-                        .create_stream(&format!("rank {index} exchanges"))?,
+            Some((matrices, comm)) => {
+                let kernels = Arc::clone(&rank.kernels);
+                let plain = host.plain.device();
+                let offloaded = OffloadedMatrices {
+                    on: MatrixDevice::new(kernels, &rank.pool, comm),
+                    held: host.pinned.clone(),
+                    done: plain.create_stream(&format!("rank {index} exchanges"))?,
                     limit: settings.host_limit(),
                 };
-                builder.matrices(matrices, Arc::new(exchange))
+                builder.matrices_on_device(matrices, offloaded)
             }
             None => builder,
         };

@@ -6,8 +6,8 @@ use zero_alloc::device::{AnySlice, Device, DeviceSlice};
 use zero_alloc::host::HostStream;
 use zero_alloc::schedule::Work;
 use zero_kernels::{
-    AdvanceArgs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels, OrthogonaliseArgs,
-    RankStats, Segments, UpdateArgs, UpdateRule,
+    AdvanceArgs, Codec, EncodeSums, Feedback, GradStats, KernelError, Kernels, MatrixRows,
+    OrthogonaliseArgs, RankStats, Segments, UpdateArgs, UpdateRule,
 };
 use zero_shard::BlockFormat;
 
@@ -54,6 +54,18 @@ unsafe impl<D: Device<Stream = HostStream>> Kernels<D> for ScheduledKernels {
         _scale: f32,
     ) -> Result<(), KernelError> {
         enqueue(stream, "cast", src.len_bytes() + dst.len_bytes())
+    }
+
+    fn cast_rows(
+        &self,
+        stream: &HostStream,
+        src: MatrixRows,
+        dst: MatrixRows,
+        [rows, cols]: [usize; 2],
+        _scale: f32,
+    ) -> Result<(), KernelError> {
+        let width = |of: MatrixRows| of.data.dtype().size_bytes();
+        enqueue(stream, "cast_rows", rows * cols * (width(src) + width(dst)))
     }
 
     fn updates(&self, _codec: Codec) -> bool {

@@ -1,7 +1,5 @@
 //! The optimizer on the device.
 
-use std::sync::Arc;
-
 use zero_alloc::device::{AnySlice, Device, DeviceSlice, Reduced, Stream};
 use zero_ckpt::Reader;
 use zero_comm::SumInto;
@@ -40,7 +38,7 @@ impl<D: Device> DeviceOptimizer<D> {
             .groups(&groups)
             .format(settings.offload.format);
         let optimizer = match rank.matrices()? {
-            Some((matrices, exchange)) => optimizer.matrices(matrices, Arc::new(exchange)),
+            Some((matrices, exchange)) => optimizer.matrices(matrices, exchange),
             None => optimizer,
         };
         Ok(Self {

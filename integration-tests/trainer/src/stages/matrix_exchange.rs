@@ -1,11 +1,9 @@
 //! The matrices of a rank, and the exchange of their updates with other ranks.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use zero_alloc::device::{AnySlice, Device, Stream};
-use zero_alloc::host::{HostDevice, HostEvent, HostStream};
-use zero_optim::{AllToAll, CommExchange, Matrices, MatrixParam, OptimError};
+use zero_alloc::device::Device;
+use zero_optim::{CommExchange, Matrices, MatrixParam};
 use zero_shard::{GridLayout, ParamId, ParamPlacement, ParamSpec, TensorCut, TensorPart};
 
 use crate::error::TrainError;
@@ -74,30 +72,4 @@ pub(crate) fn matrices(
         by_unit,
         of,
     )?)
-}
-
-/// The exchange of an optimizer of the host, on a device that is the host.
-pub(crate) struct HostExchange<D: Device> {
-    pub(crate) of_device: CommExchange<D>,
-    pub(crate) device: D,
-    /// Behind the exchanges.
-    pub(crate) done: HostStream,
-    pub(crate) limit: Duration,
-}
-
-impl<D: Device> AllToAll<HostDevice> for HostExchange<D> {
-    fn all_to_all(
-        &self,
-        stream: &HostStream,
-        send: (AnySlice, &[usize]),
-        recv: (AnySlice, &[usize]),
-    ) -> Result<HostEvent, OptimError> {
-        let Self { of_device, .. } = self;
-        let ready = stream.record()?;
-        self.device
-            .wait_for_host(of_device.stream(), &ready, self.limit)?;
-        let exchanged = of_device.enqueue(send, recv)?;
-        self.device.host_waits(&self.done, &exchanged, self.limit)?;
-        Ok(self.done.record()?)
-    }
 }

@@ -137,7 +137,8 @@ pub(crate) fn check_host_of_gpus(
     let workload = run.workload;
     let checkpoints = workload.config.gpu_bytes(&workload.options).host;
     let saves = run.saves;
-    let need = RankBytes::host_of_gpu(run.settings, run.layout, checkpoints, saves);
+    let cut_of = |param: &ParamSpec| workload.config.tensor_cut(param);
+    let need = RankBytes::host_of_gpu(run.settings, run.layout, checkpoints, saves, cut_of);
     checked(run, 1, need, limit_bytes.map(of_flag).as_slice())?;
     checked(run, ranks, need, &limits(Path::new("/")))
 }

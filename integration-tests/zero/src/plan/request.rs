@@ -135,9 +135,6 @@ impl PlanRequest {
         let head = head_elems(&model);
         let (mut run, options) = run_of(args, file.as_deref(), zero.as_ref(), head, &mut notices)?;
         run.adapters = adapters(&model);
-        if run.names_muon() {
-            notices.push(MUON_ON_CPU.to_owned());
-        }
         let with_stage = file
             .as_ref()
             .filter(|file| !file.is_auto("zero_optimization.stage"));
@@ -445,10 +442,6 @@ impl PlanRequest {
         settings
     }
 }
-
-/// A warning about Muon on GPUs.
-const MUON_ON_CPU: &str = "--optimizer muon: Muon runs on the CPU only so far; the memory of a GPU is without the buffers \
-                           of its updates";
 
 /// Units of adapters, if the model has some.
 fn adapters(model: &ModelSize) -> Option<usize> {

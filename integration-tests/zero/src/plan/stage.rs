@@ -14,12 +14,13 @@ use super::simulate::result::Simulated;
 use super::transfers::{Transfers, Wear, transfers};
 use crate::memory::rank_overhead_bytes;
 use crate::settings::communication::BUCKET_ELEMS;
+use zero_kernels::cuda::orthogonalise_scratch_elems;
 use zero_models::GpuBytes;
-use zero_models::cuda::matmul;
+use zero_models::cuda::matmul::{self, PRODUCTS_WORKSPACE_BYTES};
 use zero_models::{TensorBytes, TensorElems};
 use zero_trainer::{
-    OffloadSettings, RankBytes, Settings, device_steps, encoded_bytes, gathers, piece_elems,
-    planned_matrices, scratch_elems,
+    OffloadSettings, RankBytes, Settings, device_steps, encoded_bytes, gathers, held_matrix_bytes,
+    matrix_bytes, piece_elems, planned_matrices, scratch_elems,
 };
 
 /// Memory of a GPU that is left for the CUDA context and its libraries by the default of
@@ -298,13 +299,14 @@ fn evaluate_with(
         model.host_activations_bytes,
     );
     let on_host = host_rank_bytes(request, &settings, layout.parts());
+    let (_, held) = matrix_buffers(request, &settings, &over_groups);
     let total_bytes = match on_host {
         Some(bytes) => bytes,
         None => gpu.total_bytes()?,
     };
     let host_bytes = match on_host {
         Some(_) => 0,
-        None => host.total_bytes()?,
+        None => host.total_bytes()?.saturating_add(held),
     };
 
     Ok(Stage {
@@ -332,7 +334,7 @@ fn evaluate_with(
             copies_bytes: host.copies_bytes,
             staging_bytes: host.staging_bytes,
             activations_bytes: host.activations_bytes,
-            workspace_bytes: 0,
+            workspace_bytes: if on_host.is_some() { 0 } else { held },
         },
         nvme_bytes: nvme.total_bytes()?,
         nvme: Nvme {
@@ -364,7 +366,7 @@ fn all_sent(
 ) -> Result<Sent, ShardError> {
     let (sent, node_egress_bytes) = sent(layout, over_groups, settings)?;
     let all_to_all_bytes = all_to_all_bytes(request);
-    let of_matrices = matrix_bytes(request, over_groups, settings);
+    let of_matrices = exchanged_bytes(request, over_groups, settings);
     let of_parts = tensor_bytes(request);
     // Each GPU of a node's tensor parallelism sends to other nodes what the first does.
     let cut = request.tensor_ranks() as u64;
@@ -408,7 +410,7 @@ fn all_to_all_bytes(request: &PlanRequest) -> u64 {
 }
 
 /// The bytes that the rank that sends the most sends in Muon's exchanges of a step.
-fn matrix_bytes(request: &PlanRequest, over_groups: &GridLayout, settings: &Settings) -> u64 {
+fn exchanged_bytes(request: &PlanRequest, over_groups: &GridLayout, settings: &Settings) -> u64 {
     let cut_of = |param: &ParamSpec| request.model.cut_of(param);
     let Ok(Some(matrices)) = planned_matrices(settings, over_groups, cut_of) else {
         return 0;
@@ -417,6 +419,21 @@ fn matrix_bytes(request: &PlanRequest, over_groups: &GridLayout, settings: &Sett
     let ranks = 0..updaters.world_size();
     let most = ranks.map(|rank| updaters.sent_elems(rank)).max();
     most.unwrap_or(0).saturating_mul(size_of::<f32>() as u64)
+}
+
+/// Buffers of Muon's updates in the memory of a GPU and of its host.
+fn matrix_buffers(
+    request: &PlanRequest,
+    settings: &Settings,
+    over_groups: &GridLayout,
+) -> (u64, u64) {
+    let cut_of = |param: &ParamSpec| request.model.cut_of(param);
+    let scratch_elems =
+        |rows, cols| orthogonalise_scratch_elems(rows, cols, PRODUCTS_WORKSPACE_BYTES);
+    // Rules without a match are refused before.
+    let on_gpu = matrix_bytes(settings, over_groups, cut_of, scratch_elems);
+    let on_host = held_matrix_bytes(settings, over_groups, cut_of);
+    (on_gpu.unwrap_or(0), on_host.unwrap_or(0))
 }
 
 /// The bytes that a rank sends in the collectives of tensor parallelism in a step.
@@ -488,8 +505,18 @@ fn memory_model(
 
     let peak_live_elems = gathers(settings, layout, &request.model.passes)
         .map_or(0, |planned| planned.peak_live_elems);
+    let (of_matrices, _) = matrix_buffers(request, settings, &over_groups);
+    // What is gathered is free by then.
+    let gathered = match settings.stage.shards_params() {
+        true => peak_live_elems.saturating_mul(widths.param_bytes),
+        false => 0,
+    };
+    // Rules without a match are refused before.
+    let groups = settings.resolve_groups(layout).ok();
+    let rate_sets = groups.map_or(1, |groups| groups.rate_sets(&settings.optimizer));
     let scratch = scratch_bytes(request, settings, layout)?
-        .saturating_add(device_steps(request.machine.gpus as usize).bytes(1) as u64)
+        .saturating_add(of_matrices.saturating_sub(gathered))
+        .saturating_add(device_steps(request.machine.gpus as usize).bytes(rate_sets) as u64)
         .saturating_add(settings.feedback_bytes(&over_groups))
         .saturating_add(encoded_bytes(settings, &over_groups));
     Ok(MemoryModel::state_only(settings.stage, widths)

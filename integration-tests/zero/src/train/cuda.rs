@@ -17,7 +17,8 @@ use super::start_ranks::start_ranks;
 use crate::error::CliError;
 use crate::memory;
 use crate::settings::args::TrainArgs;
-use zero_trainer::run_on_cuda;
+use zero_models::cuda::matmul::ProductsOfMatrices;
+use zero_trainer::{CudaOptions, run_on_cuda};
 
 /// NCCL settings that let ranks share a GPU and limit the size of each rank's kernels; the user's
 /// values override them.
@@ -86,7 +87,10 @@ fn run_rank(
             let summary = run_on_cuda(
                 &device,
                 Arc::clone(&comm),
-                setup.is_recorded(),
+                CudaOptions {
+                    record: setup.is_recorded(),
+                    products: ProductsOfMatrices::load,
+                },
                 &setup.settings,
                 &setup.workload,
                 &setup.options,

@@ -9,6 +9,7 @@
 
 mod kept;
 mod library;
+mod of_matrices;
 mod product;
 mod product_operands;
 mod timing;
@@ -29,6 +30,7 @@ use product::{Addresses, Attribute, Description, Layouts, MatrixLayout, data_typ
 use product_operands::{Key, alignment, check};
 
 pub use super::error::LibraryError;
+pub use of_matrices::{PRODUCTS_WORKSPACE_BYTES, ProductsOfMatrices};
 pub use product_operands::{Epilogue, Matrix, Product};
 pub use timing::{FOLDER_VARIABLE, TIMING_VARIABLE, Timing};
 
@@ -71,7 +73,9 @@ struct Plan {
 pub struct Matmul {
     device: CudaDevice,
     library: Arc<CublasLt>,
+    /// Empty if each product comes with its own.
     workspace: AnySlice,
+    workspace_bytes: usize,
     /// The card and the versions of driver and library, and the limit of the workspace: choices by
     /// time are for these.
     identity: String,
@@ -99,22 +103,30 @@ impl Matmul {
             0,
         )?;
         workspace.check_device("matmul: workspace", device.id())?;
+        Self::with_limit(device, workspace.bytes(), workspace.len_bytes())
+    }
+
+    /// With a workspace of at most `workspace_bytes`.
+    fn with_limit(
+        device: &CudaDevice,
+        workspace: AnySlice,
+        workspace_bytes: usize,
+    ) -> Result<Self, OpError> {
         device.bind()?;
         let device = device.clone();
         let library = CublasLt::find()?;
-        let workspace = workspace.bytes();
         let ((major, minor), (driver, update)) = (device.arch(), CudaDevice::driver_version()?);
         let name = device.name();
         let version = library.version();
-        let bytes = workspace.len();
         let identity = format!(
-            "{name}, sm_{major}{minor}, driver {driver}.{update}, cuBLASLt {version}, at most {bytes} bytes of workspace"
+            "{name}, sm_{major}{minor}, driver {driver}.{update}, cuBLASLt {version}, at most {workspace_bytes} bytes of workspace"
         );
 
         Ok(Self {
             device,
             library,
             workspace,
+            workspace_bytes,
             identity,
             timing: None,
             plans: Mutex::default(),
@@ -146,6 +158,16 @@ impl Matmul {
     /// The matrices do not fit one another, the library has no algorithm, or the stream failed or
     /// did not end within ten minutes when the host waited for it.
     pub fn run(&self, stream: &CudaStream, product: &Product) -> Result<(), OpError> {
+        self.run_in(stream, product, self.workspace)
+    }
+
+    /// [`Self::run`] with a workspace of `workspace_bytes`.
+    fn run_in(
+        &self,
+        stream: &CudaStream,
+        product: &Product,
+        workspace: AnySlice,
+    ) -> Result<(), OpError> {
         let key = check(product)?;
         let mut plans = self.plans.lock();
         let plan = self.plan(&mut plans, key, product)?;
@@ -182,12 +204,11 @@ impl Matmul {
         let enqueue = || {
             // SAFETY: `check` has compared sizes; the slices' makers promised that they are valid
             // and that accesses are ordered by the stream.
-            unsafe { self.enqueue(stream, plan, product, out.data, &algorithm) }.map_err(|e| {
-                DeviceError::Driver {
+            unsafe { self.enqueue(stream, plan, product, [out.data, workspace], &algorithm) }
+                .map_err(|e| DeviceError::Driver {
                     call: "cublasLtMatmul",
                     message: e.to_string(),
-                }
-            })
+                })
         };
 
         Ok(stream.labelled(product.label(), enqueue)?)
@@ -197,13 +218,14 @@ impl Matmul {
     ///
     /// # Safety
     /// The slices of `product`, to which the plan points, and `out` are valid for the layouts of
-    /// the plan until the stream has run, which orders all conflicting accesses.
+    /// the plan, and `workspace` has `workspace_bytes`, until the stream has run, which orders all
+    /// conflicting accesses.
     unsafe fn enqueue(
         &self,
         stream: &CudaStream,
         plan: &Plan,
         product: &Product,
-        out: AnySlice,
+        [out, workspace]: [AnySlice; 2],
         algorithm: &Algorithm,
     ) -> Result<(), LibraryError> {
         // With beta = 0 the library does not read c.
@@ -217,7 +239,7 @@ impl Matmul {
             d: out.as_ptr().cast(),
         };
 
-        let workspace = self.workspace.as_ptr().cast();
+        let workspace = workspace.as_ptr().cast();
         // SAFETY: the caller's promise; the workspace has the size limit given to the choice of the
         // algorithm.
         unsafe {
@@ -260,7 +282,7 @@ impl Matmul {
                 .copied();
             proposed.or_else(|| {
                 self.library
-                    .accept(&plan.description, &plan.layouts, data, self.workspace.len())
+                    .accept(&plan.description, &plan.layouts, data, self.workspace_bytes)
             })
         };
 
@@ -333,8 +355,15 @@ impl Matmul {
             let enqueue = || {
                 // SAFETY: as in `run`; a block of the pool is valid for the layout of the result,
                 // since it has the length and type, and is aligned to 256 bytes.
-                enqueued =
-                    unsafe { self.enqueue(stream, plan, product, out, &plan.candidates[index]) };
+                enqueued = unsafe {
+                    self.enqueue(
+                        stream,
+                        plan,
+                        product,
+                        [out, self.workspace],
+                        &plan.candidates[index],
+                    )
+                };
                 Ok(())
             };
             let time = stream.time("matmul timing", timing::LIMIT, enqueue)?;
@@ -477,7 +506,7 @@ impl Matmul {
             &plan.description,
             &plan.layouts,
             key.alignments,
-            self.workspace.len(),
+            self.workspace_bytes,
         )?;
 
         Ok(Plan { candidates, ..plan })
