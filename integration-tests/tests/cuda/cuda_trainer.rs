@@ -444,6 +444,9 @@ fn adapters_learn_as_on_the_host() {
             let error = relative_error(&got, &want);
             assert!(error < 1e-4, "{what}: adapters differ by {error:e}");
             memory_stays(&summary, &what);
+            // Norms and biases are frozen.
+            let mut spans = summary.last_spans.iter();
+            assert!(!spans.any(|span| span.label == "column sums"), "{what}");
             let own = bits(&steps);
             assert_eq!(&own, first.get_or_insert(own.clone()), "{what}");
         }
