@@ -12,6 +12,8 @@ use parking_lot::Mutex;
 pub struct Work {
     /// Bytes that it reads and writes, or that it sends.
     pub bytes: u64,
+    /// Floating-point operations, if they decide its cost.
+    pub flops: u64,
     /// A number of whoever enqueued it: which communicator, which part of a model.
     pub class: u32,
 }
@@ -19,7 +21,18 @@ pub struct Work {
 impl Work {
     /// An operation that moves `bytes`.
     pub const fn bytes(bytes: u64) -> Self {
-        Self { bytes, class: 0 }
+        Self {
+            bytes,
+            flops: 0,
+            class: 0,
+        }
+    }
+
+    /// Sets [`Work::flops`].
+    #[must_use]
+    pub const fn flops(mut self, flops: u64) -> Self {
+        self.flops = flops;
+        self
     }
 
     /// Sets [`Work::class`].

@@ -8,6 +8,8 @@ use crate::{Efficiencies, Machine};
 
 /// Seconds of a kernel beyond its work: its ramp-up and its tail.
 const KERNEL_S: f64 = 4e-6;
+/// Launches of five Newton-Schulz iterations: 15 products and 5 others.
+const MATRIX_LAUNCHES: f64 = 20.0;
 /// Rows and columns of the tile of a product that one streaming multiprocessor computes at a time.
 const TILE: f64 = 128.0;
 /// Rows of scores that a host's attention computes at a time.
@@ -39,6 +41,19 @@ pub struct Shape {
     pub sequence_ranks: u64,
     /// Parameters of the whole model.
     pub params: u64,
+    /// Adapters; the rest is then frozen.
+    pub adapters: Option<Adapters>,
+}
+
+/// Low-rank adapters of a block's linear layers (LoRA).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Adapters {
+    /// Their rank.
+    pub r: u64,
+    /// Layers of a block that have one.
+    pub modules: u64,
+    /// The inputs and outputs of those layers, added.
+    pub widths: u64,
 }
 
 /// Facts about the training software. They are not fitted.
@@ -209,7 +224,10 @@ impl Costs<'_> {
             return [12.0, 16.0].map(|bytes| bytes * elements / self.elementwise() + parameters);
         }
         let seconds = 8.0 * self.tokens(micro_batch) * self.shape.width as f64 / self.memory();
-        [seconds, seconds]
+        match self.shape.adapters {
+            Some(_) => [seconds, 0.0],
+            None => [seconds, seconds],
+        }
     }
 
     /// Seconds of a block: its products, attention and elementwise operations, and not less than
@@ -218,6 +236,8 @@ impl Costs<'_> {
     /// - Each forward product `(T, n, k)` has two in the backward pass, `(T, k, n)` and `(n, k, T)`.
     /// - A sharded gradient is copied into a flat buffer and divided before it is reduced (PyTorch's
     ///   FSDP): 8 bytes per parameter, 18 if the reduction has 32 bits.
+    /// - Frozen parameters have no second product in the backward pass. An adapter has two products of
+    ///   its rank forward, and backward the first again and four more.
     /// - The two bounds, GPU and host, are joined as `(gpu^4 + host^4)^(1/4)`. The host launches
     ///   backward kernels in half the time, because C++ launches them.
     /// - On a host a product adds to a gradient, and recomputation leaves out the last product.
@@ -237,7 +257,17 @@ impl Costs<'_> {
         for (n, k) in weights {
             forward += self.product(peak, [tokens, n, k], 1.0);
             backward += self.product(peak, [tokens, k, n], 1.0);
-            backward += self.product(peak, [n, k, tokens], 1.0) + self.added(n * k);
+            backward += self.weight_gradient(peak, [n, k, tokens]);
+        }
+        if let Some(adapters) = &self.shape.adapters {
+            let modules = adapters.modules as f64;
+            let width = adapters.widths as f64 / (2.0 * modules);
+            let r = adapters.r as f64;
+            let down = self.product(peak, [tokens, r, width], modules);
+            let up = self.product(peak, [tokens, width, r], modules);
+            let gradient = self.product(peak, [r, width, tokens], modules);
+            forward += down + up;
+            backward += 2.0 * down + up + 2.0 * gradient;
         }
         let copies_grads = matches!(self.software.attention, Attention::Flash | Attention::Plain);
         if sharded && copies_grads {
@@ -284,8 +314,7 @@ impl Costs<'_> {
 
         let mut forward = self.product(peak, [tokens, vocab, width], 1.0);
         let mut backward = self.product(peak, [tokens, width, vocab], 1.0)
-            + self.product(peak, [vocab, width, tokens], 1.0)
-            + self.added(vocab * width);
+            + self.weight_gradient(peak, [vocab, width, tokens]);
         if let Attention::Host { .. } = self.software.attention {
             backward += forward + self.upcast(width * vocab);
             forward = 0.0;
@@ -372,6 +401,25 @@ impl Costs<'_> {
 
         let compute = flops / (peak * useful);
         compute.hypot(2.0 * elements / self.memory()) + KERNEL_S
+    }
+
+    /// Seconds of the product of a weight's gradient, which a frozen one has not.
+    fn weight_gradient(&self, peak: f64, [n, k, tokens]: [f64; 3]) -> f64 {
+        match self.shape.adapters {
+            Some(_) => 0.0,
+            None => self.product(peak, [n, k, tokens], 1.0) + self.added(n * k),
+        }
+    }
+
+    /// Seconds of the products of an orthogonalised matrix, of `flops` operations in all, which is read
+    /// and written with `bytes`.
+    pub(crate) fn orthogonalise(&self, flops: u64, bytes: u64) -> f64 {
+        let compute = flops as f64 / (self.machine.peak_flops * self.efficiencies.products);
+        let launches = match self.software.attention {
+            Attention::Host { .. } => 0.0,
+            _ => MATRIX_LAUNCHES * KERNEL_S,
+        };
+        compute + bytes as f64 / self.memory() + launches
     }
 
     /// Seconds in which a host reads the `elements` of a gradient that a product adds to.

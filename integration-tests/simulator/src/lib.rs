@@ -25,6 +25,7 @@
 //!     seq: 2048,
 //!     sequence_ranks: 1,
 //!     params: 6_658_859_008,
+//!     adapters: None,
 //! };
 //! let software = Software {
 //!     attention: Attention::Flash,
@@ -63,7 +64,7 @@ mod workload;
 pub use efficiencies::Efficiencies;
 pub use errors::{Errors, PairCount, Worst, errors_table};
 pub use fit::{Fit, FitError, fit, fit_weighted};
-pub use formulas::{Attention, Costs, PassSeconds, Shape, Software, ring};
+pub use formulas::{Adapters, Attention, Costs, PassSeconds, Shape, Software, ring};
 pub use machine::{Cluster, Machine, MachineError};
 pub use rows::{PREDICTED, Row, RowsError, Table, groups};
 pub use rule::{CALIBRATION_ROWS, calibration_rows, is_memory_tight, likely_range, row_weights};

@@ -299,6 +299,7 @@ impl Fields<'_> {
                 seq: self.count("seq")?,
                 sequence_ranks: 1,
                 params: self.count("params")?,
+                adapters: None,
             },
             model,
             micro_batch: self.count("micro_batch")?,

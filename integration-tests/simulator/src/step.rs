@@ -406,17 +406,15 @@ impl StepSchedules {
         })
     }
 
-    /// The operation with its size for this micro-batch, where one was recorded `before` it. Tensor
-    /// parallelism sums the output of each pass; all-to-alls are those of attention, or behind an
-    /// encoding those of quantised gradients.
+    /// The operation with its size for this micro-batch, where one was recorded `before` it: sums of
+    /// tensor parallelism and attention's all-to-alls, which are behind a part of a pass. Those of
+    /// quantised gradients and of matrices are as recorded.
     fn of_micro_batch(&self, before: Option<Operation>, operation: &Operation) -> Operation {
         let run = &self.run;
-        let is_sum = run.tensor_ranks() > 1 && before.is_some_and(|before| before.label == PASS);
-        let is_of_blocks = before.is_some_and(|before| before.label == "encode_blocks");
+        let label = before.map(|before| before.label);
         let elems = match operation.label {
-            "all_to_all" if is_of_blocks => return *operation,
-            "all_to_all" => run.exchange_elems,
-            "all_reduce" if is_sum => run.output_elems,
+            "all_to_all" if matches!(label, Some(PASS | "all_reduce")) => run.exchange_elems,
+            "all_reduce" if run.tensor_ranks() > 1 && label == Some(PASS) => run.output_elems,
             _ => return *operation,
         };
         // The host computes in 32 bits.

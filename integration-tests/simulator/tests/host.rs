@@ -19,6 +19,7 @@ const SHAPE: Shape = Shape {
     seq: 128,
     sequence_ranks: 1,
     params: 5_200_000,
+    adapters: None,
 };
 
 fn host(cores: usize) -> Machine {

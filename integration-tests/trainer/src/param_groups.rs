@@ -183,6 +183,16 @@ impl ModelGroups {
             .all(|rules| !self.rules[*rules].trainable)
     }
 
+    /// The most elements, with padding, of a unit that is not frozen.
+    pub fn largest_trained(&self, layout: &Layout) -> u64 {
+        let units = layout.units().iter().enumerate();
+        let trained = units.filter(|(unit, _)| !self.is_frozen(*unit));
+        trained
+            .map(|(_, unit)| unit.padded_elems)
+            .max()
+            .unwrap_or(0)
+    }
+
     /// Whether Muon updates some tensors.
     pub fn has_matrices(&self) -> bool {
         let mut used = self.units.iter().flatten();

@@ -136,6 +136,7 @@ fn nonsense_does_not_panic() {
             seq: size,
             sequence_ranks: 1,
             params: size,
+            adapters: None,
         };
         for attention in [Attention::Flash, Attention::Plain] {
             let software = Software {

@@ -61,6 +61,7 @@ impl OperationCosts<'_> {
                     .slows(collective.ranks > 1)
                     .shares(link)
             }
+            "orthogonalise" => computes(costs.orthogonalise(work.flops, work.bytes)),
             "flags" | "upload" | "download" | "rank_stats" | "advance_step" => Cost::default(),
             "copy to or from the host" => {
                 Cost::ns(work.bytes as f64 / machine.host_link_bytes_per_s * 1e9)
@@ -98,9 +99,13 @@ impl OperationCosts<'_> {
                 let core_s = self.pass_s(operation) * cores;
                 on_cores(core_s + launches * of_all * launch_s, of_all)
             }
-            "adam" | "adam_remainder" | "cast" | "pack" | "accumulate" | "grad_stats" => {
-                on_cores(memory_s(bytes), of_all)
+            "orthogonalise" => {
+                let work = operation.work;
+                let core_s = costs.orthogonalise(work.flops, work.bytes) * cores;
+                on_cores(core_s + launch_s, of_all)
             }
+            "adam" | "adam_remainder" | "muon_direction" | "muon_apply" | "cast" | "cast_rows"
+            | "pack" | "accumulate" | "grad_stats" => on_cores(memory_s(bytes), of_all),
             "all_gather" | "reduce_scatter" | "all_reduce" | "all_to_all" => {
                 let collective = self.collective(operation);
                 match collective {

@@ -31,14 +31,19 @@ unsafe impl<D: Device<Stream = HostStream>> Kernels<D> for ScheduledKernels {
         enqueue(stream, rule.label(&args.form()), args.bytes())
     }
 
-    /// Reads and writes the matrix; its products are not counted.
+    /// Reads and writes the matrix; each iteration has products `[s, s, l]`, `[s, s, s]` and
+    /// `[s, l, s]` of its shorter side s and its longer side l.
     fn orthogonalise(
         &self,
         stream: &HostStream,
         args: OrthogonaliseArgs,
     ) -> Result<(), KernelError> {
         let bytes = 2 * args.rows * args.cols * size_of::<f32>();
-        enqueue(stream, "orthogonalise", bytes)
+        let short = args.rows.min(args.cols);
+        let of_iteration = 4 * args.rows * args.cols * short + 2 * short.pow(3);
+        let flops = u64::from(args.rule.steps) * of_iteration as u64;
+        let work = Work::bytes(bytes as u64).flops(flops);
+        Ok(stream.enqueue_sized("orthogonalise", work, || Ok(()))?)
     }
 
     /// A copy of the matrix and two squares, without the host's padding.

@@ -273,15 +273,7 @@ impl Search<'_> {
     /// The largest bucket, a power of two, that is smaller than that of the request and fits with
     /// `changes`.
     fn bucket(&self, changes: &[Change]) -> Result<Option<Change>, ShardError> {
-        let largest_unit = self
-            .layout
-            .parts()
-            .units()
-            .iter()
-            .map(|unit| unit.padded_elems)
-            .max()
-            .unwrap_or(0);
-
+        let largest_unit = self.request.largest_trained(self.layout.parts());
         let now = self
             .request
             .settings(ZeroStage::Three, largest_unit)

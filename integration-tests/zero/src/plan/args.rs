@@ -31,12 +31,7 @@ pub struct PlanArgs {
     pub model: Option<String>,
     /// Train adapters on the frozen model, as `zero train --lora`: r=16,targets=q_proj, or a folder
     /// of PEFT
-    #[arg(
-        long,
-        value_name = "r=R,...|DIR",
-        requires = "model",
-        conflicts_with = "simulate"
-    )]
+    #[arg(long, value_name = "r=R,...|DIR", requires = "model")]
     pub lora: Option<LoraChoice>,
     /// Number of parameters, such as 7.5e9 or 7.5B, of a transformer of typical shape
     #[arg(long, value_name = "COUNT", value_parser = parse_params)]

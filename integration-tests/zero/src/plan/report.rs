@@ -83,8 +83,7 @@ impl Report {
         on: Option<&SimulatedOn>,
     ) -> Result<Self, ShardError> {
         let layout = layout(request, Sharding::Flat)?;
-        let units = layout.parts().units().iter();
-        let largest_unit_elems = units.map(|unit| unit.padded_elems).max().unwrap_or(0);
+        let largest_unit_elems = request.largest_trained(layout.parts());
         let stage = |stage| {
             let largest_model_params = largest_model_params(request, stage);
             let simulated = on.and_then(|on| on.stage(request, stage, largest_unit_elems));

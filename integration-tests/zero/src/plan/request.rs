@@ -6,10 +6,11 @@ use zero_alloc::device::DType;
 use zero_comm::PrefetchOptions;
 use zero_optim::{Moments, OptimizerConfig};
 use zero_shard::{
-    LayoutOptions, ParamSpec, ShardError, TensorCut, Tie, TransformerShape, UnitSpec, ZeroStage,
+    Layout, LayoutOptions, ParamSpec, TensorCut, Tie, TransformerShape, UnitSpec, ZeroStage,
 };
 
 use super::args::{Architecture, PlanArgs};
+use super::stage::largest;
 use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_config};
 use crate::settings::args::{Collectives, TrainArgs};
@@ -94,20 +95,6 @@ impl MachineSize {
 
 /// The most GPUs of a node that a plan accepts; more were not meant to be on one.
 const MAX_GPUS_OF_NODE: u64 = 1024;
-
-impl ModelSize {
-    /// Elements of the largest unit.
-    ///
-    /// # Errors
-    /// They do not fit 64 bits.
-    pub(crate) fn largest_unit_elems(&self) -> Result<u64, ShardError> {
-        let elems = |unit: &UnitSpec| -> Result<u64, ShardError> {
-            unit.params.iter().map(ParamSpec::numel_elems).sum()
-        };
-        let mut units = self.units.iter().map(elems);
-        units.try_fold(0, |largest, elems| Ok(elems?.max(largest)))
-    }
-}
 
 impl PlanRequest {
     /// Builds the request and the warnings about ignored settings.
@@ -406,6 +393,15 @@ impl PlanRequest {
         let config = self.model.config.as_ref()?;
         let options = self.options(recompute_gelu);
         config.check(&options).ok().map(|()| (config, options))
+    }
+
+    /// The most elements, with padding, of a unit that is trained.
+    pub(crate) fn largest_trained(&self, layout: &Layout) -> u64 {
+        match self.run.resolve_groups(layout) {
+            Ok(groups) => groups.largest_trained(layout),
+            // The names of a model of assumed shape are not those of rules.
+            Err(_) => largest(layout, |unit| unit.padded_elems),
+        }
     }
 
     /// The trainer's settings at `stage` on GPUs, for a model whose largest unit has `largest_unit`

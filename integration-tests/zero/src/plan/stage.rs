@@ -204,7 +204,7 @@ pub(crate) fn fits_host(
     layout: &GridLayout,
     stage: ZeroStage,
 ) -> Option<bool> {
-    let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
+    let settings = request.settings(stage, request.largest_trained(layout.parts()));
     let need = host_rank_bytes(request, &settings, layout.parts())?;
     Some(need <= request.machine.gpu_memory_bytes.unwrap_or(0))
 }
@@ -232,7 +232,7 @@ impl WithoutActivations {
         layout: &GridLayout,
         stage: ZeroStage,
     ) -> Result<Self, ShardError> {
-        let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
+        let settings = request.settings(stage, request.largest_trained(layout.parts()));
         let over_groups = settings.mesh.layouts(layout.parts())?;
         let (state, updated_elems) = state(&settings, &over_groups)?;
         Ok(Self {
@@ -284,7 +284,7 @@ fn evaluate_with(
     stage: ZeroStage,
     recompute_gelu: bool,
 ) -> Result<Stage, ShardError> {
-    let settings = request.settings(stage, largest(layout.parts(), |u| u.padded_elems));
+    let settings = request.settings(stage, request.largest_trained(layout.parts()));
     let over_groups = settings.mesh.layouts(layout.parts())?;
     let (state, updated_elems) = state(&settings, &over_groups)?;
     let model = memory_model(request, &settings, layout.parts())?;

@@ -151,12 +151,7 @@ pub(crate) fn trim_bucket(
     if !run.on_gpus || args.bucket_elems.is_some() {
         return Ok(());
     }
-    let mut largest = 0;
-    for (unit, layout) in layout.units().iter().enumerate() {
-        if !groups.is_frozen(unit) {
-            largest = largest.max(layout.padded_elems as usize);
-        }
-    }
+    let largest = groups.largest_trained(layout) as usize;
     settings.bucket_capacity_elems = settings.bucket_capacity_elems.min(largest).max(run.ranks);
     Ok(())
 }

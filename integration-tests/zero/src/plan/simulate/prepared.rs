@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use zero_alloc::device::DType;
 use zero_alloc::host::OpSpan;
+use zero_models::ModelConfig;
 use zero_shard::ZeroStage;
 use zero_simulator::{
-    Attention, Costs, Efficiencies, Machine, Run, Shape, SimulatedStep, Software, StepSchedules,
-    Units,
+    Adapters, Attention, Costs, Efficiencies, Machine, Run, Shape, SimulatedStep, Software,
+    StepSchedules, Units,
 };
 
 use super::result::Gain;
@@ -181,7 +182,6 @@ fn unknown(request: &PlanRequest, on_host: bool) -> Option<&'static str> {
             Some("products in fp32; use --dtype bf16 or fp16")
         }
         _ if request.run.offload.activations => Some("--offload-activations"),
-        _ if request.run.names_muon() => Some("Newton-Schulz; use --optimizer adamw"),
         _ => None,
     }
 }
@@ -191,7 +191,7 @@ pub(super) fn shape(request: &PlanRequest, params: u64) -> Shape {
     let sizes = &request.model.shape;
     let config = request.model.config.as_ref();
     let kv_heads = config.map_or(sizes.heads, |config| config.kv_heads() as u64);
-    let gated = matches!(config, Some(zero_models::ModelConfig::Llama(_)));
+    let gated = matches!(config, Some(ModelConfig::Llama(_)));
     Shape {
         layers: sizes.layers,
         width: sizes.hidden,
@@ -203,5 +203,22 @@ pub(super) fn shape(request: &PlanRequest, params: u64) -> Shape {
         seq: request.seq_len(),
         sequence_ranks: request.run.mesh.sequence_ranks() as u64,
         params,
+        adapters: config.and_then(adapters),
     }
+}
+
+/// The adapters of a block, whose unit is the first.
+fn adapters(config: &ModelConfig) -> Option<Adapters> {
+    let r = config.lora()?.r as u64;
+    let units = config.units();
+    let unit = units.first()?;
+    let elems = unit
+        .params
+        .iter()
+        .filter_map(|param| param.numel_elems().ok());
+    Some(Adapters {
+        r,
+        modules: (unit.params.len() / 2) as u64,
+        widths: elems.sum::<u64>() / r,
+    })
 }

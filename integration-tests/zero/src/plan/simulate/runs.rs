@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use zero_ckpt::files;
-use zero_shard::ZeroStage;
+use zero_shard::{Sharding, ZeroStage};
 use zero_simulator::{Cluster, Efficiencies, fit};
 
 use super::cluster;
@@ -13,6 +13,7 @@ use crate::error::CliError;
 use crate::output::{print_note, print_text};
 use crate::plan::args::SimulateArgs;
 use crate::plan::request::PlanRequest;
+use crate::plan::stage::layout;
 use crate::settings::record::TimedRecord;
 use crate::train::metrics_file::measured_steps;
 
@@ -39,10 +40,8 @@ impl MeasuredRun {
         let request =
             PlanRequest::of_record(record, node_ranks).map_err(|error| error.to_string())?;
         let stage = ZeroStage::from_number(record.stage).ok_or("no such stage")?;
-        let largest = request
-            .model
-            .largest_unit_elems()
-            .map_err(|error| error.to_string())?;
+        let layout = layout(&request, Sharding::Flat).map_err(|error| error.to_string())?;
+        let largest = request.largest_trained(layout.parts());
         let prepared = Prepared::new(&cluster.machine, &request, stage, largest, Some(*threads))?;
         let batch = &record.batch;
         let mut name = format!(
