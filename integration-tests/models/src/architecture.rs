@@ -225,11 +225,6 @@ impl ModelConfig {
     /// A setting that the kernels do not follow, or parts of a block that they do not compute
     /// together.
     pub fn check_on_gpu(&self) -> Result<(), ModelError> {
-        if self.lora().is_some() {
-            return Err(ModelError::from(
-                "adapters (--lora) are computed on the CPU only so far: use --device cpu",
-            ));
-        }
         if let Self::Gpt2(config) = self {
             config.check_kernels()?;
         }

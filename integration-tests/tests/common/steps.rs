@@ -79,7 +79,7 @@ pub(crate) type Results = (f64, Vec<Vec<f32>>);
 /// A model with its parameters and gradients.
 pub(crate) struct Steps<'a, D: Device, M: ?Sized> {
     arrays: &'a Arrays<D>,
-    passes: Vec<Pass>,
+    pub(crate) passes: Vec<Pass>,
     pub(crate) model: Box<M>,
     pub(crate) params: Vec<AnySlice>,
     pub(crate) grads: Vec<Grad>,

@@ -70,7 +70,7 @@ fn masks_are_the_hosts() {
                 let residual = gpu.put(&vec![0.0; rows * n], dtype);
                 for residual in [Some(residual), None] {
                     let y = gpu.put(&vec![1.0; rows * n], dtype);
-                    dropout::add_residual(&ops, &gpu.stream, y, residual, n, Some(dropout))
+                    dropout::add_residual(&ops, &gpu.stream, y, y, residual, n, Some(dropout))
                         .unwrap();
                     let got: Vec<f64> = gpu.get(y).into_iter().map(f64::from).collect();
                     assert_eq!(got, kept, "{what}");
@@ -80,12 +80,26 @@ fn masks_are_the_hosts() {
                 let own = rows / 3..rows - rows / 4;
                 let [ones, halves] = [1.0, 0.5].map(|x| gpu.put(&vec![x; own.len() * n], dtype));
                 let of_own = dropout.from_row(own.start, rows);
-                dropout::add_residual(&ops, &gpu.stream, ones, None, n, Some(of_own)).unwrap();
+                dropout::add_residual(&ops, &gpu.stream, ones, ones, None, n, Some(of_own))
+                    .unwrap();
                 let got: Vec<f64> = gpu.get(ones).into_iter().map(f64::from).collect();
                 assert_eq!(got, kept[own.start * n..own.end * n], "{what}");
                 let residual = gpu.put(&vec![0.25; own.len() * n], dtype);
-                dropout::add_residual(&ops, &gpu.stream, halves, Some(residual), n, None).unwrap();
+                dropout::add_residual(&ops, &gpu.stream, halves, halves, Some(residual), n, None)
+                    .unwrap();
                 assert!(gpu.get(halves).into_iter().all(|y| y == 0.75), "{what}");
+
+                // Columns of a line, as ranks of tensor parallelism have them.
+                let first = n / 3;
+                let line = factors([batch, seq, first + n], probability);
+                let lines = line.chunks(first + n).flat_map(|line| &line[first..]);
+                let want_part: Vec<f32> = lines.copied().collect();
+                let ones = gpu.put(&vec![1.0; rows * n], dtype);
+                let y = gpu.fresh(rows * n, dtype);
+                let part = Some(dropout.from_column(first));
+                dropout::add_residual(&ops, &gpu.stream, y, ones, None, n, part).unwrap();
+                let got: Vec<f64> = gpu.get(y).into_iter().map(f64::from).collect();
+                assert_eq!(got, rounded(&want_part, dtype), "{what}: some columns");
 
                 let x = values(rows * n, 1);
                 let sums = gpu.floats(&vec![0.5; n]);
@@ -137,7 +151,7 @@ fn nothing_is_dropped_without_probability() {
     let y = gpu.put(&[1.0; 24], DType::Bf16);
     let dropout = Dropout::new(keys(&gpu, &draws(1)), 0.5, SITE).unwrap();
     let behind = Some(dropout.from_row(2, 4));
-    let error = dropout::add_residual(&ops, &gpu.stream, y, Some(y), 8, behind).unwrap_err();
+    let error = dropout::add_residual(&ops, &gpu.stream, y, y, Some(y), 8, behind).unwrap_err();
     assert!(
         error.to_string().contains("rows behind the first"),
         "{error}"
@@ -145,7 +159,7 @@ fn nothing_is_dropped_without_probability() {
 }
 
 /// A GPT-2 with heads of `d`.
-fn gpt2(d: usize, n_inner: usize) -> ModelConfig {
+pub(crate) fn gpt2(d: usize, n_inner: usize) -> ModelConfig {
     ModelConfig::from(GptConfig {
         vocab_size: 75,
         n_positions: 64,
@@ -158,7 +172,7 @@ fn gpt2(d: usize, n_inner: usize) -> ModelConfig {
 }
 
 /// Two micro-batches of one step, which draw different masks.
-fn drawing(config: &ModelConfig, packed: bool) -> [Batch; 2] {
+pub(crate) fn drawing(config: &ModelConfig, packed: bool) -> [Batch; 2] {
     [0, 1].map(|micro| {
         let mut batch = batch(config, packed);
         let first = ROWS.first + (micro * BATCH) as u64;

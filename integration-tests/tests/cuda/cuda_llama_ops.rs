@@ -117,7 +117,7 @@ fn norms_of_heads() {
                 &ops,
                 &gpu.stream,
                 dqkv,
-                SumOut::Add(dgains),
+                Some(SumOut::Add(dgains)),
                 raw,
                 stats,
                 gains,
@@ -128,6 +128,15 @@ fn norms_of_heads() {
             close(&gpu.get(dqkv), &want_dx, tolerance(dtype), &what);
             let got = gpu.get(dgains.erase());
             close(&got, &want_dgains, 2e-6, &format!("{what}: dgains"));
+
+            // Frozen gains.
+            let frozen = gpu.put(&dy, dtype);
+            let stream = &gpu.stream;
+            rope::norm_backward(
+                &ops, stream, frozen, None, raw, stats, gains, heads, workspace,
+            )
+            .unwrap();
+            assert_eq!(gpu.get(frozen), gpu.get(dqkv), "{what}: frozen");
         }
     }
 }

@@ -90,6 +90,12 @@ fn check_norm(gpu: &Gpu, kind: NormKind, dtype: DType, rows: usize, n: usize) {
         if all {
             assert_eq!(gpu.get(again), gpu.get(y), "{what}: y again");
         }
+
+        // Frozen parameters.
+        let frozen = gpu.put(&start, dtype);
+        let none = gpu.floats(&[]);
+        norm::backward(&ops, stream, norm, frozen, &[], output, dy, x, stats, none).unwrap();
+        assert_eq!(gpu.get(frozen), gpu.get(dx), "{what}: frozen");
     }
 }
 

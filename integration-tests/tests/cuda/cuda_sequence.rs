@@ -142,7 +142,7 @@ fn parts_of_tokens() {
             rope::forward(&ops, stream, qkv, angles, heads).unwrap();
             let dx = gpu.put(&part(&dx, seq, n, span), dtype);
             let y = gpu.put(&part(&values(rows * n, 5), seq, n, span), dtype);
-            dropout::add_residual(&ops, stream, y, Some(dx), n, Some(dropout)).unwrap();
+            dropout::add_residual(&ops, stream, y, y, Some(dx), n, Some(dropout)).unwrap();
             (rows_of, lists, dx, [(x, n), (qkv, width), (y, n)])
         };
 

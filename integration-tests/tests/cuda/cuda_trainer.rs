@@ -17,15 +17,16 @@ use zero_models::cuda::matmul::ProductsOfMatrices;
 use zero_models::hf::HfFolder;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Masters, OptimizerConfig, StateFormat};
-use zero_shard::ZeroStage;
+use zero_shard::{BlockFormat, ZeroStage};
 use zero_trainer::TrainError;
 use zero_trainer::{
     CudaOptions, Home, MuonSettings, OffloadSettings, RankSummary, RunOptions, Settings,
     StepMetrics, ValidationOptions, run_on_cuda, run_on_threads,
 };
 
+use crate::cuda_adapters::adapted;
 use crate::gpu::device;
-use integration_tests::data;
+use integration_tests::{GPT2, LLAMA, Oracle, data, relative_error};
 
 /// Micro-batches of PyTorch's run, and sequences of smaller ones, which the stand-ins run in a few
 /// seconds.
@@ -52,11 +53,15 @@ fn settings(stage: u64, dtype: DType) -> Settings {
 }
 
 fn workload(dtype: DType, options: &RunOptions) -> ModelWorkload {
-    let folder = HfFolder::open(&data("model")).unwrap();
+    workload_of(GPT2, dtype, options)
+}
+
+fn workload_of(oracle: Oracle, dtype: DType, options: &RunOptions) -> ModelWorkload {
+    let folder = HfFolder::open(&oracle.data("model")).unwrap();
     ModelWorkload {
         config: folder.config().clone(),
         weights: Weights::Folder(Box::new(folder)),
-        data: Dataset::open(&DataSource::at(data("tokens.u16.bin")))
+        data: Dataset::open(&DataSource::at(oracle.data("tokens.u16.bin")))
             .unwrap()
             .into(),
         options: ModelOptions::new(options.micro_batch, options.seq_len, dtype),
@@ -387,6 +392,65 @@ fn dropout_learns_as_on_the_host() {
         all.push(bits(&steps));
     }
     assert_eq!(all[0], all[1]);
+}
+
+/// Adapters on a frozen base, which may be in blocks, have the host's losses and values, and the same
+/// bits at all stages, recorded and with checkpointing.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn adapters_learn_as_on_the_host() {
+    for (oracle, targets, dropout, quantised_frozen) in [
+        (GPT2, ["c_attn", "c_proj", "c_fc"], 0.1, None),
+        (
+            LLAMA,
+            ["q_proj", "up_proj", "down_proj"],
+            0.0,
+            Some(BlockFormat::Nf4),
+        ),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let saving = |name: &str| options(3, Some(&folder.path().join(name)), None);
+        let mut workload = workload_of(oracle, DType::F32, &saving("host"));
+        workload.config = adapted(workload.config, &targets, dropout);
+        let settings = |stage| Settings {
+            adapters: Some(workload.config.adapter_units()),
+            quantised_frozen,
+            ..settings(stage, DType::F32)
+        };
+        let host = workload_on_host(&settings(2), &workload, &saving("host"));
+        let want = weights(&folder.path().join("host"));
+
+        let mut checkpointed = workload_of(oracle, DType::F32, &saving("host"));
+        checkpointed.config = workload.config.clone();
+        checkpointed.options.activation_checkpointing = true;
+        let mut first = None;
+        for (stage, graphs, workload) in [
+            (0, true, &workload),
+            (1, false, &workload),
+            (2, false, &workload),
+            (3, false, &workload),
+            (3, false, &checkpointed),
+        ] {
+            let what = format!("{oracle:?}, stage {stage}");
+            let settings = Settings {
+                // Blocks are decoded to memory that no graph may allocate.
+                graphs: graphs && quantised_frozen.is_none(),
+                ..settings(stage)
+            };
+            let (steps, summary) = run_workload(&settings, workload, &saving(&what)).unwrap();
+            close(&steps, &host, 1e-5, &what);
+            let [got, want] = [&weights(&folder.path().join(&what)), &want]
+                .map(|bits| bits.iter().copied().map(f32::from_bits).collect::<Vec<_>>());
+            let error = relative_error(&got, &want);
+            assert!(error < 1e-4, "{what}: adapters differ by {error:e}");
+            memory_stays(&summary, &what);
+            // Norms and biases are frozen.
+            let mut spans = summary.last_spans.iter();
+            assert!(!spans.any(|span| span.label == "column sums"), "{what}");
+            let own = bits(&steps);
+            assert_eq!(&own, first.get_or_insert(own.clone()), "{what}");
+        }
+    }
 }
 
 /// Evaluations between steps, recorded or not, change no bit of training, and their losses are the

@@ -7,6 +7,7 @@
 
 #[path = "../common/arrays.rs"]
 mod arrays;
+mod cuda_adapters;
 mod cuda_attention;
 mod cuda_dropout;
 mod cuda_errors;

@@ -39,12 +39,15 @@ impl<'a> OnGpu<'a> {
 
     /// Makes blocks write their gradients in `dtype`, over elements that are not numbers.
     pub(crate) fn write_blocks(&mut self, gpu: &Gpu, dtype: DType) {
-        let last = self.grads.len() - 1;
-        for (pass, grad) in self.grads.iter_mut().enumerate() {
-            let writes = self.model.writes_grad(pass, pass);
-            assert_eq!(writes, pass > 0 && pass < last);
-            if writes {
-                *grad = Grad::Write(gpu.fresh(grad.elements().len(), dtype));
+        let last = self.passes.len() - 1;
+        for (i, pass) in self.passes.iter().enumerate() {
+            for &unit in &pass.grads {
+                let writes = self.model.writes_grad(i, unit);
+                assert_eq!(writes, i > 0 && i < last);
+                let grad = &mut self.grads[unit];
+                if writes {
+                    *grad = Grad::Write(gpu.fresh(grad.elements().len(), dtype));
+                }
             }
         }
     }

@@ -245,6 +245,8 @@ fn cuda_parts_follow_the_host() {
         ("3", "2", &llama, repeats, "--offload-activations"),
         ("2", "2", &qwen3, "--grad-accum 2", ""),
         ("3", "2", &qwen3, repeats, ""),
+        ("1", "2", &gpt2, ADAPTERS, ""),
+        ("3", "4", &qwen3, ADAPTERS_OF_PARTS, ""),
     ] {
         let dir = &Folder::on_disk();
         let cut: Vec<&str> = flags
@@ -277,6 +279,11 @@ fn cuda_parts_follow_the_host() {
         }
     }
 }
+
+/// Adapters of first and second matrices, of which tensor parallelism cuts B or A.
+const ADAPTERS: &str = "--lora r=4,dropout=0.1,targets=c_attn,mlp.c_proj --dropout 0.1";
+const ADAPTERS_OF_PARTS: &str =
+    "--ulysses 2 --sequence-parallel --lora r=3,dropout=0.1,targets=q_proj,o_proj,down_proj";
 
 /// A Qwen 3 with norms of queries and keys, biases and a vocabulary of an odd number of tokens.
 fn qwen3(folder: &Path) -> String {
@@ -430,6 +437,46 @@ fn cuda_ranks_replay_their_steps_with_the_same_bits() {
     }
 }
 
+/// Adapters on a base in 4 bits: a run that ends and goes on has the losses of one that does not. The
+/// host trains them on.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn cuda_ranks_resume_adapters() {
+    let dir = &Folder::on_disk();
+    let model = place::data("../llama-gqa/model").display().to_string();
+    let lora = "r=4,dropout=0.1,targets=q_proj,v_proj,down_proj";
+    let adapters = ["--model", &model, "--lora", lora];
+    let base = ["--stage", "3", "--quantize-frozen", "nf4"];
+    for (saved, metrics, count) in [("whole", "whole.jsonl", "4"), ("part", "part.jsonl", "2")] {
+        let outputs = [
+            "--steps",
+            count,
+            "--checkpoint",
+            saved,
+            "--metrics",
+            metrics,
+        ];
+        run(zero(dir, &[&CUDA[..], &adapters, &base, &outputs].concat()));
+    }
+    let zero = |line: &str| {
+        let mut command = place::zero();
+        command.args(line.split(' ')).current_dir(dir);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        run(command)
+    };
+    zero("train --resume part --steps 4 --device cuda --share-gpus");
+    let figures = |file| -> Vec<[Value; 2]> {
+        let of = |step: &Value| [step["loss"].clone(), step["grad_norm"].clone()];
+        steps(dir, file).iter().map(of).collect()
+    };
+    assert_eq!(figures("part.jsonl"), figures("whole.jsonl"));
+
+    zero("train --resume part --steps 5 --device cpu");
+    assert_eq!(figures("part.jsonl").len(), 5);
+    zero("ckpt export part peft");
+    assert!(dir.join("peft/adapter_model.safetensors").exists());
+}
+
 /// Starts a rank for each of `flags`, as another launcher does.
 fn launched(dir: &Path, flags: &[&[&str]]) -> Vec<Output> {
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -580,13 +627,17 @@ fn cuda_plan_is_the_memory_of_the_device() {
         "activations_bytes",
     ];
 
-    for masters in ["--masters fp32", "--masters remainder"] {
+    for more in ["--masters fp32", "--masters remainder", ADAPTERS] {
+        let kept: Vec<&str> = more
+            .split(' ')
+            .filter(|flag| !["--dropout", "0.1"].contains(flag))
+            .collect();
         let dir = &Folder::on_disk();
         let mut plan = place::zero();
         plan.args(["plan", "--gpus", "1", "--json", "--model"])
             .arg(place::data("model"))
             .args(shape.split(' '))
-            .args(masters.split(' '));
+            .args(&kept);
         let output = plan.output().unwrap();
         assert!(output.status.success(), "{}", text(&output));
         let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -595,19 +646,19 @@ fn cuda_plan_is_the_memory_of_the_device() {
             let metrics = format!("stage {stage}");
             let fixed = ["--device", "cuda", "--ranks", "1", "--steps", "2"];
             let at = ["--stage", stage, "--metrics", &metrics];
-            let sizes: Vec<&str> = shape.split(' ').chain(masters.split(' ')).collect();
+            let sizes: Vec<&str> = shape.split(' ').chain(more.split(' ')).collect();
             run(zero(dir, &[&fixed[..], &at, &sizes].concat()));
 
             let memory = &steps(dir, &metrics)[1]["memory"];
             let planned = &plan["stages"][stage.parse::<usize>().unwrap()]["gpu"];
             for key in held {
-                assert_eq!(memory[key], planned[key], "stage {stage} {masters} {key}");
+                assert_eq!(memory[key], planned[key], "stage {stage} {more} {key}");
             }
             let peak = memory["peak_bytes"].as_u64().unwrap();
             let total = planned["total_bytes"].as_u64().unwrap();
             assert!(
                 peak.abs_diff(total) < 64 << 10,
-                "stage {stage} {masters}: {peak}, planned {total}"
+                "stage {stage} {more}: {peak}, planned {total}"
             );
         }
     }

@@ -17,6 +17,7 @@ pub struct Dropout {
     limits: Limits,
     site: u32,
     first_line: u32,
+    first_column: usize,
     /// The rows of the batch, of which an operation has some; `None`: it has all.
     some: Option<SomeRows>,
 }
@@ -37,6 +38,7 @@ impl Dropout {
             limits: Limits::new(probability)?,
             site,
             first_line: 0,
+            first_column: 0,
             some: None,
         })
     }
@@ -47,6 +49,16 @@ impl Dropout {
         // Kernels take lines below 2^31.
         let first_line = first as u32;
         Self { first_line, ..self }
+    }
+
+    /// The same dropout of lines of which the first element is element `first`. Only
+    /// [`add_residual`] follows it.
+    #[must_use]
+    pub fn from_column(self, first: usize) -> Self {
+        Self {
+            first_column: first,
+            ..self
+        }
     }
 
     /// The same dropout of rows from row `first` of the `all` rows of the batch on.
@@ -107,7 +119,8 @@ impl Dropout {
     }
 }
 
-/// `y = residual + dropout(y)` for rows of `n` elements; what is `None` is left out.
+/// `y = residual + dropout(x)` for rows of `n` elements; what is `None` is left out. `y` may be `x` or
+/// `residual`.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.
@@ -115,12 +128,17 @@ pub fn add_residual(
     ops: &OpKernels,
     stream: &CudaStream,
     y: AnySlice,
+    x: AnySlice,
     residual: Option<AnySlice>,
     n: usize,
     dropout: Option<Dropout>,
 ) -> Result<(), OpError> {
     let rows = y.len() / n.max(1);
-    let columns = columns(n, &[y, residual.unwrap_or(y)]);
+    let first = dropout.map_or(0, |dropout| dropout.first_column);
+    let columns = match first % 8 {
+        0 => columns(n, &[y, x, residual.unwrap_or(y)]),
+        _ => 1,
+    };
     let [keys, dropout, first_row, seq] = Dropout::of_rows(dropout, rows)?;
     let residual = match residual {
         Some(residual) => ops.stored("dropout: residual", residual, rows * n)?,
@@ -128,6 +146,7 @@ pub fn add_residual(
     };
     let args = [
         ops.stored("dropout: y", y, rows * n)?,
+        ops.stored("dropout: x", x, rows * n)?,
         residual,
         keys,
         dropout,
@@ -135,6 +154,7 @@ pub fn add_residual(
         first_row,
         seq,
         size("dropout: width", n)?.into(),
+        size("dropout: first column", first)?.into(),
     ];
     let shape = Shape::over((rows * n / columns) as u64);
     let entry = format!("dropout_add_{columns}");

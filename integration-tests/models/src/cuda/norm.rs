@@ -209,8 +209,9 @@ impl Norm {
 
 /// Adds the gradient of x to `dx`. Sums those of the gain and, of a layer norm, of the bias over the
 /// rows into `sums`; a third place of a layer norm receives the sums of `dx` as it is before the call:
-/// the gradient of a bias that was added after x. Writes the norm's output again, with the bits of
-/// [`forward`], to `output` if it is not `None`. The order of every sum depends only on the sizes.
+/// the gradient of a bias that was added after x. Without places nothing is summed. Writes the norm's
+/// output again, with the bits of [`forward`], to `output` if it is not `None`. The order of every sum
+/// depends only on the sizes.
 ///
 /// # Errors
 /// Lengths, types or sizes do not fit, or the stream failed.
@@ -230,12 +231,11 @@ pub fn backward(
     let n = norm.gain.len();
     let rows = x.len() / n.max(1);
     let kernels = Kernels::of(norm.kind);
-    let least = norm.kind.params();
-    check_len(
-        "norm: sums",
-        sums.len().clamp(least, kernels.max_sums),
-        sums.len(),
-    )?;
+    if !sums.is_empty() {
+        let most = kernels.max_sums;
+        let expected = sums.len().clamp(norm.kind.params(), most);
+        check_len("norm: sums", expected, sums.len())?;
+    }
     check_len("norm: stats", stats.len(), norm.kind.stats() * rows)?;
     let accessed = [dx, dy, x, norm.gain, output.unwrap_or(dx), norm.read_bias()];
     let variant = kernels.variant(n, columns(n, &accessed))?;
@@ -250,7 +250,11 @@ pub fn backward(
     let gain = ops.stored("norm: gain", norm.gain, n)?;
     let height = size("norm: rows", rows)?.into();
     let width = size(kernels.width, n)?.into();
-    let parts = partials.into();
+    // A null address: nothing is summed.
+    let parts = match sums {
+        [] => 0u64.into(),
+        _ => partials.into(),
+    };
     let stats = stats.into();
 
     let padded = n.next_multiple_of(32 * variant.columns);
@@ -277,5 +281,8 @@ pub fn backward(
         }
     }?;
 
-    column_sums::sum_partials(ops, stream, sums, partials, blocks)
+    match sums {
+        [] => Ok(()),
+        _ => column_sums::sum_partials(ops, stream, sums, partials, blocks),
+    }
 }

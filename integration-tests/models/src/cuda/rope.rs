@@ -165,7 +165,7 @@ pub fn norm_forward(
 }
 
 /// Replaces the gradient of the norms' output in `dqkv`, which is rotated back already, by that of
-/// their input, and sums those of the gains into `dgains` `[2, d]`.
+/// their input, and sums those of the gains into `dgains` `[2, d]` unless that is `None`.
 ///
 /// # Errors
 /// Lengths, types or sizes do not fit, or the stream failed.
@@ -174,7 +174,7 @@ pub fn norm_backward(
     ops: &OpKernels,
     stream: &CudaStream,
     dqkv: AnySlice,
-    dgains: SumOut,
+    dgains: Option<SumOut>,
     raw: AnySlice,
     stats: DeviceSlice<f32>,
     gains: AnySlice,
@@ -186,9 +186,11 @@ pub fn norm_backward(
     let blocks = shape.grid[0] as usize;
     let partials = column_sums::part("head norms: workspace", workspace, blocks * 2 * heads.d)?;
     let [rows32, width, turned, queries, d] = norm_sizes(rows, heads)?;
+    // A null address: nothing is summed.
+    let parts = dgains.map_or(0u64.into(), |_| partials.into());
     let args = [
         ops.stored("head norms: dqkv", dqkv, rows * heads.width())?,
-        partials.into(),
+        parts,
         ops.stored("head norms: raw", raw, rows * heads.turned() * heads.d)?,
         stats.into(),
         ops.stored("head norms: gains", gains, 2 * heads.d)?,
@@ -201,7 +203,10 @@ pub fn norm_backward(
     let op = "head norms backward";
     // SAFETY: the parameters of head_norm_backward, whose lengths were checked.
     unsafe { ops.launch(stream, op, "head_norm_backward", shape, args) }?;
-    column_sums::sum_partials(ops, stream, &[dgains], partials, blocks)
+    match dgains {
+        Some(dgains) => column_sums::sum_partials(ops, stream, &[dgains], partials, blocks),
+        None => Ok(()),
+    }
 }
 
 /// Maximum elements of the workspace of [`norm_backward`].

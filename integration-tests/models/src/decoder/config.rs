@@ -20,6 +20,12 @@ use crate::options::ModelOptions;
 /// The name of an untied head's matrix.
 const HEAD: &str = "lm_head.weight";
 
+/// Sites of the dropouts of adapters: this bit, and the module's place among those of all blocks.
+const ADAPTER_SITES: u32 = 1 << 31;
+
+/// Modules of a block at most.
+const PLACES: u32 = 8;
+
 /// The shape of a decoder, and the parts of its blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct DecoderConfig {
@@ -241,6 +247,11 @@ impl DecoderConfig {
         1 + sites * layer as u32
     }
 
+    /// The site of the dropout of the adapter of module `place` of a block.
+    pub(crate) fn adapter_site(layer: usize, place: u32) -> u32 {
+        ADAPTER_SITES | (layer as u32 * PLACES + place)
+    }
+
     /// Probability of the dropout of the residual stream.
     pub(crate) fn residual_dropout(&self) -> f32 {
         self.dropout.residual.unwrap_or(0.0)
@@ -249,7 +260,9 @@ impl DecoderConfig {
     /// Whether training drops elements.
     pub(crate) fn drops(&self) -> bool {
         let all = self.dropout;
-        [all.embedding, all.attention, self.residual_dropout()] != [0.0; 3]
+        let of_adapters = self.lora.as_ref().map_or(0.0, |lora| lora.dropout);
+        let residual = self.residual_dropout();
+        [all.embedding, all.attention, residual, of_adapters] != [0.0; 4]
     }
 
     /// Elements of the gradients of a block of which each rank of tensor parallelism has a part of

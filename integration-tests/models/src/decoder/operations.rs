@@ -60,12 +60,6 @@ pub(super) enum Backward {
     Norm1,
 }
 
-/// Sites of the dropouts of adapters: this bit, and the module's place among those of all blocks.
-const ADAPTER_SITES: u32 = 1 << 31;
-
-/// Modules of a block at most.
-const PLACES: u32 = 8;
-
 /// The gradients of a block's parameters, and of the adapters of its linear layers.
 struct BlockGrads<'g> {
     base: BlockParams<&'g mut [f32]>,
@@ -165,13 +159,8 @@ impl Operations {
         };
         let span = self.span();
         let adapter = |of: &AdapterRanges| {
-            // Of a second matrix the rank has some inputs.
-            let inputs = of.a.len() / lora.r;
-            let column = match of.partial[1].is_empty() {
-                true => 0,
-                false => self.tensor.rank * inputs,
-            };
-            let site = ADAPTER_SITES | (p.layer as u32 * PLACES + of.place);
+            let column = of.first_input(lora.r, self.tensor);
+            let site = DecoderConfig::adapter_site(p.layer, of.place);
             let dropout = p.draws.dropout(lora.dropout, site);
             Adapter {
                 a: unit.matrix(of.a.clone()),

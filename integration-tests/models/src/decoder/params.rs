@@ -16,6 +16,7 @@ use crate::ops::bf16::Bf16Products;
 use crate::ops::dropout::Draws;
 use crate::ops::linear::Weight;
 use crate::ops::rows_per_thread;
+use crate::tensor::TensorRank;
 
 /// The kinds of passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +51,16 @@ pub(crate) struct AdapterRanges {
     /// Places of A and B in a block's partial sums over the ranks of tensor parallelism; empty
     /// where each rank has the gradient itself.
     pub(crate) partial: [Range<usize>; 2],
+}
+
+impl AdapterRanges {
+    /// The first of the rank's inputs among all of the module: of a second matrix the rank has some.
+    pub(crate) fn first_input(&self, r: usize, tensor: TensorRank) -> usize {
+        match self.partial[1].is_empty() {
+            true => 0,
+            false => tensor.rank * self.a.len() / r,
+        }
+    }
 }
 
 impl ParamRanges {

@@ -253,10 +253,7 @@ impl PlanRequest {
                 let options = self.options(false);
                 config.check(&options).map_err(CliError::usage)?;
                 match self.tensor_ranks() {
-                    // A warning says of adapters that no GPU trains them.
-                    2.. if config.lora().is_none() => {
-                        config.check_on_gpu().map_err(CliError::usage)
-                    }
+                    2.. => config.check_on_gpu().map_err(CliError::usage),
                     _ => Ok(()),
                 }
             }
@@ -442,10 +439,6 @@ impl PlanRequest {
     }
 }
 
-/// A warning about adapters on GPUs.
-const ON_CPU: &str = "--lora: adapters are trained on the CPU only so far; the activations of a GPU are those of the \
-                      model without its adapters";
-
 /// Units of adapters, if the model has some.
 fn adapters(model: &ModelSize) -> Option<usize> {
     let config = model.config.as_ref()?;
@@ -604,10 +597,7 @@ fn model(args: &PlanArgs, notices: &mut Vec<String>) -> Result<ModelSize, CliErr
             let config = find_config(name, notices)?;
             config.validate().map_err(CliError::usage)?;
             let config = match &args.lora {
-                Some(lora) => {
-                    notices.push(ON_CPU.to_owned());
-                    lora.on(&config)?.0
-                }
+                Some(lora) => lora.on(&config)?.0,
                 None => config,
             };
             Ok(ModelSize::of(name, &config))

@@ -9,10 +9,10 @@
 //
 // forward reads x and writes y and stats: 2 rows n sizeof(T) bytes. Grid: a warp for each row.
 // backward adds to dx and, unless `normed` is null, writes y again, with the bits of forward: reads dy, x, dx, writes
-// dx and normed: 5 rows n sizeof(T) bytes. It also sums over rows, for the gradients of gain and bias and, if `sums` is
-// 3, of dx as it was: the gradient of a bias that was added to x. Each warp sums its rows in shared memory (blockDim.x
-// / 32 * sums * chunks * 32 W fp32), each block its warps; sum_partials (column_sums.cu) sums the blocks. All in a
-// fixed order, without atomics, so that the bits depend only on the grid, which depends only on the sizes. Grid: any.
+// dx and normed: 5 rows n sizeof(T) bytes. Unless `sums` is 0, it also sums over rows, for the gradients of gain and bias
+// and, if it is 3, of dx as it was: the gradient of a bias that was added to x. Each warp sums its rows in shared memory
+// (blockDim.x / 32 * sums * chunks * 32 W fp32), each block its warps; sum_partials (column_sums.cu) sums the blocks. All
+// in a fixed order, without atomics, so that the bits depend only on the grid, which depends only on the sizes. Grid: any.
 
 template <class T, int W, int CHUNKS>
 __device__ __forceinline__ void layer_norm_forward(T *y, float *stats, const T *x, const T *gain, const T *bias,
@@ -85,7 +85,7 @@ __device__ __forceinline__ void layer_norm_backward(T *dx, float *partials, T *n
                 load_columns<W>(x_row + col, h[at]), load_columns<W>(dy_row + col, g[at]), d[at].load(dx_row + col);
             float *chunk = own + i * 32 * W, scale[W], dgain[W];
             load_columns<W>(gain + col, scale);
-            add_to_chunk<W>(chunk + padded, g[at]);
+            if (sums) add_to_chunk<W>(chunk + padded, g[at]);
 #pragma unroll
             for (int k = 0; k < W; k++) {
                 h[at][k] = (h[at][k] - mean) * rstd;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void layer_norm_backward(T *dx, float *partials, T *n
                 sum_g += g[at][k];
                 sum_gh = __fmaf_rn(g[at][k], h[at][k], sum_gh);
             }
-            add_to_chunk<W>(chunk, dgain);
+            if (sums) add_to_chunk<W>(chunk, dgain);
             if (sums == 3) {
                 float before[W];
                 d[at].widen_to(before);

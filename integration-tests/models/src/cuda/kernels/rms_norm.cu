@@ -8,9 +8,9 @@
 //
 // forward reads x and writes y and stats: 2 rows n sizeof(T) bytes. Grid: a warp for each row.
 // backward adds to dx and, unless `normed` is null, writes y again, with the bits of forward: reads dy, x, dx, writes
-// dx and normed: 5 rows n sizeof(T) bytes. Each warp sums the gradient of the gain over its rows in shared memory
-// (blockDim.x / 32 * chunks * 32 W fp32), each block its warps; sum_partials (column_sums.cu) sums the blocks. The order
-// depends only on the grid, which depends only on the sizes. Grid: any.
+// dx and normed: 5 rows n sizeof(T) bytes. Unless `partials` is null, each warp sums the gradient of the gain over its
+// rows in shared memory (blockDim.x / 32 * chunks * 32 W fp32), each block its warps; sum_partials (column_sums.cu) sums
+// the blocks. The order depends only on the grid, which depends only on the sizes. Grid: any.
 
 template <class T, int W, int CHUNKS>
 __device__ __forceinline__ void rms_norm_forward(T *y, float *stats, const T *x, const T *gain, u32 rows, u32 n,
@@ -59,7 +59,7 @@ __device__ __forceinline__ void rms_norm_backward(T *dx, float *partials, T *nor
     constexpr int KEPT = KEEP ? CHUNKS : 1;
     u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, padded = (n + 32 * W - 1) / (32 * W) * (32 * W);
     float *all = reinterpret_cast<float *>(shared), *own = all + warp * padded;
-    for (u32 i = threadIdx.x % 32; i < padded; i += 32) own[i] = 0.0f;
+    for (u32 i = threadIdx.x % 32; partials && i < padded; i += 32) own[i] = 0.0f;
     __syncwarp();
     for (u64 row = (u64)blockIdx.x * warps + warp; row < rows; row += (u64)gridDim.x * warps) {
         const T *x_row = x + row * n, *dy_row = dy + row * n;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void rms_norm_backward(T *dx, float *partials, T *nor
                 dgain[k] = g[k] * h[k];
                 sum = __fmaf_rn(dgain[k], factor[k], sum);
             }
-            add_to_chunk<W>(own + i * 32 * W, dgain);
+            if (partials) add_to_chunk<W>(own + i * 32 * W, dgain);
             if (normed) {
 #pragma unroll
                 for (int k = 0; k < W; k++) h[k] *= factor[k];
@@ -113,7 +113,7 @@ __device__ __forceinline__ void rms_norm_backward(T *dx, float *partials, T *nor
         }
     }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
+    for (u32 i = threadIdx.x; partials && i < n; i += blockDim.x) {
         const float *place = all + place_in_chunks<W>(i);
         float sum = place[0];
         for (u32 w = 1; w < warps; w++) sum += place[w * padded];

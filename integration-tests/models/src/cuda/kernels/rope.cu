@@ -13,8 +13,9 @@
 // head_norm_forward: a warp copies a head to `raw`, divides it by its rms, times gain, and rotates it: 3 rows heads d
 // sizeof(T) bytes. Grid: any, of warps.
 // head_norm_backward: turns the gradient of the norms' output, which is rotated back already, into that of their input:
-// 3 rows heads d sizeof(T) bytes. Each warp sums the gradients of the gains over its heads, each block its warps;
-// sum_partials (column_sums.cu) sums the blocks, in an order that depends only on the grid. Grid: any, of warps.
+// 3 rows heads d sizeof(T) bytes. Unless `partials` is null, each warp sums the gradients of the gains over its heads,
+// each block its warps; sum_partials (column_sums.cu) sums the blocks, in an order that depends only on the grid. Grid:
+// any, of warps.
 
 #define WARPS 8
 // Pairs of a lane: heads of up to 256 elements.
@@ -117,7 +118,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void head_norm_backward(STOR
             h[k] = widen(raw[i * d + col]) * scale;
             g[k] = widen(place[col]);
             // A lane's columns are its own.
-            own[of + col] += g[k] * h[k];
+            if (partials) own[of + col] += g[k] * h[k];
             g[k] *= widen(gains[of + col]);
             sum = __fmaf_rn(g[k], h[k], sum);
         }
@@ -129,7 +130,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void head_norm_backward(STOR
         }
     }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < 2 * d; i += 32 * WARPS) {
+    for (u32 i = threadIdx.x; partials && i < 2 * d; i += 32 * WARPS) {
         float sum = sums[0][i];
         for (u32 w = 1; w < WARPS; w++) sum += sums[w][i];
         partials[(u64)blockIdx.x * 2 * d + i] = sum;

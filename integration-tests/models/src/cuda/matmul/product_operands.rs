@@ -1,5 +1,7 @@
 //! The matrices of a product, and what is done with its sums.
 
+use std::ops::Range;
+
 use zero_alloc::device::{AnySlice, DType};
 
 use super::super::error::{OpError, check_len};
@@ -31,6 +33,16 @@ impl Matrix {
         }
     }
 
+    /// Some columns of a matrix that is not transposed, without a copy.
+    #[must_use]
+    pub fn columns(self, range: Range<usize>) -> Self {
+        Self {
+            data: self.data.slice(range.start..self.data.len()),
+            cols: range.len(),
+            ..self
+        }
+    }
+
     /// The transposed matrix, without a copy.
     #[must_use]
     pub fn t(self) -> Self {
@@ -40,6 +52,11 @@ impl Matrix {
             transposed: !self.transposed,
             ..self
         }
+    }
+
+    /// All of its memory, from its first element on.
+    pub fn data(&self) -> AnySlice {
+        self.data
     }
 
     /// Rows and columns in memory.

@@ -10,8 +10,9 @@ use zero_alloc::cuda::CudaStream;
 use zero_alloc::device::{AnySlice, DType, DeviceSlice};
 use zero_trainer::{Grad, ModelError};
 
+use super::adapter::Adapter;
 use super::linear::Linear;
-use super::pass_context::{Ops, PassContext};
+use super::pass_context::{Flat, Ops, PassContext};
 use super::sequence::AttentionGrads;
 use super::slices::{AttentionSlices, BlockSlices};
 use crate::cuda::attention::{Attention, Masks};
@@ -37,13 +38,13 @@ pub(super) struct Block<'a> {
     attention: &'a Attention,
     a: BlockSlices,
     norm1: Norm,
-    qkv: Linear,
+    qkv: Linear<'a>,
     /// The gains of the norms of queries and of keys; empty if there are none.
     qk_norm: AnySlice,
-    output: Linear,
+    output: Linear<'a>,
     norm2: Norm,
-    up: Linear,
-    down: Linear,
+    up: Linear<'a>,
+    down: Linear<'a>,
     masks: Masks,
     /// Of what attention and the MLP add to the residual stream.
     dropouts: [Option<Dropout>; 2],
@@ -51,8 +52,9 @@ pub(super) struct Block<'a> {
 
 /// The gradients that are sums over rows and that ranks of tensor parallelism may sum: of the norms of
 /// heads, and of gain and bias of each norm, with that of the bias which was added before a layer norm.
+/// Empty if they are frozen.
 struct ParamSums {
-    heads: SumOut,
+    heads: Option<SumOut>,
     norms: [Vec<SumOut>; 2],
 }
 
@@ -66,7 +68,7 @@ fn sums_of_norm(kind: NormKind) -> usize {
 
 /// Elements of the gradients of a block of which each rank of tensor parallelism has a part of the sum.
 pub(crate) fn partial_elems(config: &DecoderConfig, options: &ModelOptions) -> usize {
-    let biases = match options.sequence_parallel {
+    let biases = match options.sequence_parallel && config.lora.is_none() {
         true => sums_of_norm(config.norm) - config.norm.params(),
         false => 0,
     };
@@ -89,11 +91,17 @@ impl<'a> Block<'a> {
     ) -> Self {
         let ranges = cx.p.ranges.block.clone();
         let of = ranges.map(|range| cx.p.params[0].slice(range));
-        let linear = |[weight, bias]: [AnySlice; 2], outputs| Linear {
+        let mut adapters = cx.p.ranges.adapters.iter();
+        let mut linear = |[weight, bias]: [AnySlice; 2], outputs| Linear {
+            cx,
             weight,
             bias,
             outputs,
             order: config.order,
+            adapters: match (&config.lora, adapters.next()) {
+                (Some(lora), Some(ranges)) => Adapter::of_layer(cx, lora, ranges),
+                _ => Vec::new(),
+            },
         };
         let site = config.dropout_site(cx.layer);
         let residual = |of_block| cx.dropout(config.residual_dropout(), site + of_block);
@@ -114,30 +122,26 @@ impl<'a> Block<'a> {
         }
     }
 
-    fn run(&self, product: &Product) -> Result<(), OpError> {
-        self.cx.ops.matmul.run(self.cx.stream, product)
-    }
-
     /// Computes the block's activations from its input `x` `[M, C]`, up to those of the MLP.
     fn forward(&self, x: AnySlice) -> Result<(), ModelError> {
         let PassContext { ops, stream, s, .. } = *self.cx;
-        let Self { cx, a, .. } = *self;
+        let Self { cx, a, .. } = self;
         let kernels = &ops.kernels;
         let own = cx.own(s.normed);
         norm::forward(kernels, stream, self.norm1, own, a.stats1, x)?;
         cx.gather_rows(s.normed)?;
         let qkv = cx.qkv(self.attention_slices());
-        self.run(&self.qkv.forward(qkv, s.normed))?;
+        self.qkv.run_forward(&self.qkv.forward(qkv, s.normed))?;
         self.rotate(qkv)?;
         cx.attend(self.attention, self.attention_slices(), self.masks)?;
         let [dropout, _] = self.dropouts;
-        self.add_to_residual(a.mid, x, a.attended, self.output, dropout)?;
+        self.add_to_residual(a.mid, x, a.attended, &self.output, dropout)?;
 
         norm::forward(kernels, stream, self.norm2, own, a.stats2, a.mid)?;
         cx.gather_rows(s.normed)?;
         let product = self.up.forward(a.up, s.normed);
         if self.config.mlp == Mlp::SwiGlu {
-            return Ok(self.run(&product)?);
+            return Ok(self.up.run_forward(&product)?);
         }
         let fused = Product {
             out: Matrix::new(a.act, self.up.outputs),
@@ -148,9 +152,9 @@ impl<'a> Block<'a> {
             ..product
         };
         if fuses_gelu(ops, &fused)? {
-            return Ok(self.run(&fused)?);
+            return Ok(self.up.run_forward(&fused)?);
         }
-        self.run(&product)?;
+        self.up.run_forward(&product)?;
         Ok(gelu::forward(kernels, stream, a.act, a.up)?)
     }
 
@@ -196,7 +200,7 @@ impl<'a> Block<'a> {
             swiglu::forward(&ops.kernels, stream, a.act, a.up, self.config.inner)?;
         }
         let [_, dropout] = self.dropouts;
-        Ok(self.add_to_residual(out, a.mid, a.act, self.down, dropout)?)
+        Ok(self.add_to_residual(out, a.mid, a.act, &self.down, dropout)?)
     }
 
     /// Computes again what forward did not keep.
@@ -221,7 +225,7 @@ impl<'a> Block<'a> {
         y: AnySlice,
         residual: AnySlice,
         x: AnySlice,
-        layer: Linear,
+        layer: &Linear<'_>,
         dropout: Option<Dropout>,
     ) -> Result<(), OpError> {
         let cx = self.cx;
@@ -241,14 +245,14 @@ impl<'a> Block<'a> {
             true => product,
             false => product.with(Epilogue::None),
         };
-        self.run(&product)?;
+        layer.run_forward(&product)?;
         if divides {
             cx.sum_to(y)?;
             let dropout = cx.of_own_rows(dropout);
-            return dropout::add_residual(kernels, stream, y, Some(residual), n, dropout);
+            return dropout::add_residual(kernels, stream, y, y, Some(residual), n, dropout);
         }
         if dropout.is_some() {
-            dropout::add_residual(kernels, stream, y, rest, n, dropout)?;
+            dropout::add_residual(kernels, stream, y, y, rest, n, dropout)?;
         }
         cx.sum(y)
     }
@@ -262,9 +266,9 @@ impl<'a> Block<'a> {
     /// copy of `s.dres` with the dropout's factors. The backward of a norm also computes its output again,
     /// for the gradient of the weights behind it.
     pub(super) fn backward(&self, x: AnySlice) -> Result<(), ModelError> {
-        let PassContext { s, p, .. } = *self.cx;
+        let PassContext { s, .. } = *self.cx;
         let a = self.a;
-        let g = p.ranges.block.clone().map(|range| p.grads[0].slice(range));
+        let g = self.grads();
         let narrow = s.narrow.slice(0..s.dres.len());
         let sums = self.sums(&g);
         let [of_norm1, of_norm2] = &sums.norms;
@@ -272,43 +276,77 @@ impl<'a> Block<'a> {
 
         let dout = self.gradient_before(s.narrow, of_norm2, in_mlp)?;
         let dup = self.mlp_backward(g.down, dout)?;
-        self.run(&self.up.input_gradient(narrow, dup))?;
+        self.up.begin_backward(dup)?;
+        let product = self.up.input_gradient(narrow, dup);
+        self.up.run_input_gradient(&product)?;
         self.norm_backward(self.norm2, of_norm2, in_mlp.is_some(), a.mid, a.stats2)?;
         self.up_gradients(g.up, dup)?;
 
         // The gradient of qkv is in the same buffer, and is written after the last use of this one.
         let dout = self.gradient_before(s.wide, of_norm1, in_attention)?;
-        self.weight_gradients(self.output, g.output, a.attended, dout)?;
+        self.output.begin_backward(dout)?;
+        self.weight_gradients(&self.output, g.output, a.attended, dout)?;
         let dattended = s.narrow.slice(0..a.attended.len());
-        self.run(&self.output.input_gradient(dattended, dout))?;
+        let product = self.output.input_gradient(dattended, dout);
+        self.output.run_input_gradient(&product)?;
         let [qkv, qkv_bias] = g.qkv;
         let dqkv = self.attention_backward(dattended, qkv_bias, sums.heads)?;
-        self.run(&self.qkv.input_gradient(narrow, dqkv))?;
-        self.norm_backward(self.norm1, of_norm1, in_attention.is_some(), x, a.stats1)?;
+        self.qkv.begin_backward(dqkv)?;
+        if self.config.trains_before(self.cx.layer) {
+            let product = self.qkv.input_gradient(narrow, dqkv);
+            self.qkv.run_input_gradient(&product)?;
+            self.norm_backward(self.norm1, of_norm1, in_attention.is_some(), x, a.stats1)?;
+        } else {
+            self.norm_again(x)?;
+        }
         // Attention's backward has summed the gradient of the bias.
-        self.run(&self.qkv.weight_gradient(qkv, s.normed, dqkv))?;
+        self.qkv.run_weight_gradients(qkv, s.normed, dqkv)?;
         Ok(self.finish_sums(&g)?)
+    }
+
+    /// The gradients of the block's own parameters; empty if they are frozen.
+    fn grads(&self) -> BlockParams<Grad> {
+        let Flat { ranges, grads, .. } = self.cx.p;
+        let is_frozen = self.config.lora.is_some();
+        ranges.block.clone().map(|range| match is_frozen {
+            true => grads[0].slice(0..0),
+            false => grads[0].slice(range),
+        })
+    }
+
+    /// Computes all rows of the first norm's output again.
+    fn norm_again(&self, x: AnySlice) -> Result<(), OpError> {
+        let cx = self.cx;
+        let normed = cx.s.normed;
+        let kernels = &cx.ops.kernels;
+        let own = cx.own(normed);
+        norm::forward(kernels, cx.stream, self.norm1, own, self.a.stats1, x)?;
+        cx.gather_rows(normed)
     }
 
     /// The gradients of the parameters of norms, as in [`ParamSums`].
     fn norm_grads(&self, g: &BlockParams<Grad>) -> ParamSums {
+        let trained = |grads: &[Grad]| -> Vec<SumOut> {
+            let trained = grads.iter().filter(|grad| !grad.elements().is_empty());
+            trained.map(|grad| SumOut::from(*grad)).collect()
+        };
         let of = |[gain, bias]: [Grad; 2], bias_before: Grad| match self.config.norm {
-            NormKind::Layer => [gain, bias, bias_before].map(SumOut::from).into(),
-            NormKind::Rms => vec![gain.into()],
+            NormKind::Layer => trained(&[gain, bias, bias_before]),
+            NormKind::Rms => trained(&[gain]),
         };
         let [_, output_bias] = g.output;
         let [_, down_bias] = g.down;
         ParamSums {
-            heads: g.qk_norm.into(),
+            heads: trained(&[g.qk_norm]).pop(),
             norms: [of(g.norm1, output_bias), of(g.norm2, down_bias)],
         }
     }
 
     /// Elements of the partial sums of the norms of heads; 0 if they are not partial.
-    fn partial_of_heads(&self) -> usize {
-        match self.cx.tensor {
-            Some(_) => self.qk_norm.len(),
-            None => 0,
+    fn partial_of_heads(&self, sums: &ParamSums) -> usize {
+        match (self.cx.tensor, sums.heads) {
+            (Some(_), Some(_)) => self.qk_norm.len(),
+            _ => 0,
         }
     }
 
@@ -317,9 +355,9 @@ impl<'a> Block<'a> {
     fn sums(&self, g: &BlockParams<Grad>) -> ParamSums {
         let cx = self.cx;
         let mut sums = self.norm_grads(g);
-        let mut end = self.partial_of_heads();
+        let mut end = self.partial_of_heads(&sums);
         if end > 0 {
-            sums.heads = cx.partial(0..end);
+            sums.heads = Some(cx.partial(0..end));
         }
         if cx.divides_rows() {
             for sum in sums.norms.iter_mut().flatten() {
@@ -335,14 +373,20 @@ impl<'a> Block<'a> {
     fn finish_sums(&self, g: &BlockParams<Grad>) -> Result<(), OpError> {
         let cx = self.cx;
         let c = self.config.width;
-        let ParamSums { heads, norms } = self.norm_grads(g);
-        let of_heads = self.partial_of_heads();
+        if self.config.lora.is_some() {
+            cx.sum_partials(cx.s.sums.len())?;
+            let layers = [&self.qkv, &self.output, &self.up, &self.down];
+            let mut adapters = layers.into_iter().flat_map(|layer| &layer.adapters);
+            return adapters.try_for_each(Adapter::finish_sums);
+        }
+        let sums = self.norm_grads(g);
+        let of_heads = self.partial_of_heads(&sums);
         let of_norms = match cx.divides_rows() {
-            true => norms.concat(),
+            true => sums.norms.concat(),
             false => Vec::new(),
         };
         cx.sum_partials(of_heads + of_norms.len() * c)?;
-        if of_heads > 0 {
+        if let (Some(heads), 1..) = (sums.heads, of_heads) {
             cx.finish_sums(&[heads], 0..of_heads)?;
         }
         let mut start = of_heads;
@@ -355,7 +399,8 @@ impl<'a> Block<'a> {
     }
 
     /// Returns all rows of the gradient of what the dropout was applied to: `s.dres`, or its copy in
-    /// `copy` with the gradient of the bias before the dropout, which is the last of `sums`.
+    /// `copy` with the gradient of the bias before the dropout, which is the last of `sums` unless it is
+    /// frozen.
     fn gradient_before(
         &self,
         copy: AnySlice,
@@ -364,14 +409,25 @@ impl<'a> Block<'a> {
     ) -> Result<AnySlice, OpError> {
         let cx = self.cx;
         let PassContext { ops, stream, s, .. } = *cx;
-        let (Some(dropout), [.., bias]) = (cx.of_own_rows(dropout), sums) else {
+        let Some(dropout) = cx.of_own_rows(dropout) else {
             cx.gather_rows(s.dres)?;
             return Ok(s.dres);
         };
         let copy = copy.slice(0..s.dres.len());
         let kernels = &ops.kernels;
         let [own, dres] = [copy, s.dres].map(|rows| cx.own(rows));
-        column_sums::drop_and_sum_rows(kernels, stream, *bias, own, dres, dropout, s.partials)?;
+        match sums {
+            [.., bias] => {
+                let partials = s.partials;
+                column_sums::drop_and_sum_rows(
+                    kernels, stream, *bias, own, dres, dropout, partials,
+                )?;
+            }
+            [] => {
+                let n = self.config.width;
+                dropout::add_residual(kernels, stream, own, dres, None, n, Some(dropout))?;
+            }
+        }
         cx.gather_rows(copy)?;
         Ok(copy)
     }
@@ -382,22 +438,24 @@ impl<'a> Block<'a> {
         let PassContext { ops, stream, s, .. } = *self.cx;
         let kernels = &ops.kernels;
         let a = self.a;
+        self.down.begin_backward(dout)?;
         if self.config.mlp == Mlp::SwiGlu {
             // `act` is its gradient until SwiGLU's backward.
-            self.run(&self.down.input_gradient(a.act, dout))?;
+            let product = self.down.input_gradient(a.act, dout);
+            self.down.run_input_gradient(&product)?;
             swiglu::backward(kernels, stream, a.act, a.up, self.config.inner)?;
-            self.weight_gradients(self.down, down, a.act, dout)?;
+            self.weight_gradients(&self.down, down, a.act, dout)?;
             return Ok(a.up);
         }
 
-        self.weight_gradients(self.down, down, a.act, dout)?;
+        self.weight_gradients(&self.down, down, a.act, dout)?;
         let dup = s.wide.slice(0..a.up.len());
         let product = self.down.input_gradient(dup, dout);
         let fused = product.with(Epilogue::GeluBackward { input: a.up });
         if fuses_gelu(ops, &fused)? {
-            self.run(&fused)?;
+            self.down.run_input_gradient(&fused)?;
         } else {
-            self.run(&product)?;
+            self.down.run_input_gradient(&product)?;
             gelu::backward(kernels, stream, dup, a.up)?;
         }
         Ok(dup)
@@ -419,7 +477,7 @@ impl<'a> Block<'a> {
         let own = |rows| cx.own(rows);
         // With dropout, the gradient of the bias before the norm was summed with it.
         let sums = match drops {
-            true => &sums[..norm.kind.params()],
+            true => &sums[..sums.len().min(norm.kind.params())],
             false => sums,
         };
         cx.sum_rows(narrow)?;
@@ -442,25 +500,25 @@ impl<'a> Block<'a> {
     /// bias before a layer norm, which the norm's backward sums.
     fn weight_gradients(
         &self,
-        layer: Linear,
+        layer: &Linear<'_>,
         [dw, dbias]: [Grad; 2],
         x: AnySlice,
         dy: AnySlice,
     ) -> Result<(), OpError> {
         let PassContext { ops, stream, s, .. } = *self.cx;
-        if !layer.bias.is_empty() && self.config.norm == NormKind::Rms {
+        if !dbias.elements().is_empty() && self.config.norm == NormKind::Rms {
             column_sums::sum_rows(&ops.kernels, stream, dbias.into(), dy, s.partials)?;
         }
-        self.run(&layer.weight_gradient(dw, x, dy))
+        layer.run_weight_gradients(dw, x, dy)
     }
 
     /// Computes the gradients of the MLP's first layer from `s.normed` and the gradient of its output.
     fn up_gradients(&self, [dw, dbias]: [Grad; 2], dup: AnySlice) -> Result<(), OpError> {
         let PassContext { ops, stream, s, .. } = *self.cx;
-        let product = self.up.weight_gradient(dw, s.normed, dup);
-        if self.up.bias.is_empty() {
-            return self.run(&product);
+        if dbias.elements().is_empty() {
+            return self.up.run_weight_gradients(dw, s.normed, dup);
         }
+        let product = self.up.weight_gradient(dw, s.normed, dup);
         let apart = |stream: &CudaStream| {
             ops.matmul.run(stream, &product)?;
             column_sums::sum_rows(&ops.kernels, stream, dbias.into(), dup, s.partials)
@@ -470,7 +528,7 @@ impl<'a> Block<'a> {
         if let (Grad::Write(bias), MatrixOrder::InputsFirst) = (dbias, self.up.order) {
             let fused = product.with(Epilogue::BiasGradient(bias));
             if ops.matmul.is_faster(stream, &fused, apart)? {
-                return self.run(&fused);
+                return ops.matmul.run(stream, &fused);
             }
         }
         apart(stream)
@@ -482,16 +540,16 @@ impl<'a> Block<'a> {
         &self,
         dattended: AnySlice,
         bias: Grad,
-        of_heads: SumOut,
+        of_heads: Option<SumOut>,
     ) -> Result<AnySlice, ModelError> {
         let cx = self.cx;
         let PassContext { ops, stream, s, .. } = *cx;
         let kernels = &ops.kernels;
-        let has_bias = !self.qkv.bias.is_empty();
+        let sums_bias = !bias.elements().is_empty();
         let has_norm = self.config.qk_norm;
         let grads = AttentionGrads {
             // The norms are between the bias and the rotation.
-            dbias: (has_bias && !has_norm).then(|| bias.into()),
+            dbias: (sums_bias && !has_norm).then(|| bias.into()),
             rotated: self.config.rope.is_some(),
             masks: self.masks,
         };
@@ -509,7 +567,7 @@ impl<'a> Block<'a> {
                 self.config.qkv_heads(),
                 s.partials,
             )?;
-            if has_bias {
+            if sums_bias {
                 column_sums::sum_rows(kernels, stream, bias.into(), dqkv, s.partials)?;
             }
         }

@@ -191,6 +191,8 @@ impl SliceSplitter {
             losses: self.floats(options.tokens()),
             partials: self.floats(sizes.partials),
             sums: self.floats(sizes.sums),
+            dropped: self.take(sizes.dropped, act),
+            low_rank: self.take(sizes.low_rank, act),
         }
     }
 

@@ -13,7 +13,7 @@ use crate::cuda::matmul::{Matrix, Product};
 use crate::cuda::{OpError, SumOut, norm};
 use crate::decoder::config::DecoderConfig;
 use crate::decoder::tensor_group::TensorGroup;
-use zero_trainer::ModelError;
+use zero_trainer::{Grad, ModelError};
 
 /// `out = x w^T`: x `[rows, c]`, w `[vocab, c]`, out `[rows, stride_elems(vocab)]`, whose columns
 /// behind the vocabulary are undefined.
@@ -122,8 +122,8 @@ pub(super) fn token_logits(
 }
 
 /// Writes the tokens' losses to `s.losses`, computes the gradients of their sum times `scale`,
-/// writes that of `x` to `s.dres`, and adds the others to the head's unit and, if tied, to the
-/// embedding's.
+/// writes that of `x` to `s.dres`, and adds the others, unless they are frozen, to the head's unit and, if
+/// tied, to the embedding's.
 pub(super) fn backward(
     config: &DecoderConfig,
     cx: &PassContext<'_>,
@@ -140,7 +140,8 @@ pub(super) fn backward(
     let c = h.out.len() / targets.len().max(1);
     let (read, range) = p.head_matrix(vocab, c);
     let w = p.params[read].slice(range.clone());
-    let dw = p.grads[read].slice(range).sums(config.names.family)?;
+    let trained = |grad: &Grad| grad.slice(range).sums(config.names.family);
+    let dw = p.grads.get(read).map(trained).transpose()?;
     let stride = cross_entropy::stride_elems(vocab);
     let rows = chunk_rows(s, stride, cx.tensor);
 
@@ -157,9 +158,11 @@ pub(super) fn backward(
         let dlogits = Matrix::with_stride(part, w.len() / c, stride);
         let product = Product::new(dlogits, Matrix::new(w, c), Matrix::new(dout, c));
         ops.matmul.run(stream, &product)?;
-        let sum = Matrix::new(dw.erase(), c);
-        let product = Product::new(dlogits.t(), Matrix::new(out, c), sum).onto_out();
-        ops.matmul.run(stream, &product)?;
+        if let Some(dw) = dw {
+            let sum = Matrix::new(dw.erase(), c);
+            let product = Product::new(dlogits.t(), Matrix::new(out, c), sum).onto_out();
+            ops.matmul.run(stream, &product)?;
+        }
     }
 
     let dout = s.narrow.slice(0..h.out.len());
@@ -168,9 +171,11 @@ pub(super) fn backward(
     ops.device.fill_zero(stream, dx)?;
 
     let norm = cx.last_norm(config);
-    let grads = p.ranges.norm.clone().map(|range| p.grads[0].slice(range));
-    let mut outs: Vec<SumOut> = grads.map(SumOut::from).into();
-    outs.truncate(norm.kind.params());
+    let mut outs = Vec::new();
+    if let Some(grad) = p.grads.first() {
+        let grads = p.ranges.norm.clone().map(|range| grad.slice(range));
+        outs.extend(grads.map(SumOut::from).into_iter().take(norm.kind.params()));
+    }
     let elems = if cx.divides_rows() { outs.len() * c } else { 0 };
     let places = (0..outs.len()).map(|i| match elems {
         0 => outs[i],

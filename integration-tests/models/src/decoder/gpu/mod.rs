@@ -10,7 +10,7 @@
 //! | `checkpoints` | M x C `act`, one a block except two, in pinned host memory | forward to backward; only if offloaded |
 //! | `block[i]` | those of [`slices::BlockSlices`] | forward to backward; with checkpointing one for all |
 //! | `head` | M x C `act`, and the statistics of its norm | forward to backward of the head |
-//! | `scratch` | gradients of activations, partial sums, logits | a backward pass; `dres` also until the next one |
+//! | `scratch` | gradients of activations, partial sums, logits; within adapters | a pass; `dres` also until the next one |
 //! | `table` | angles of the rotary embedding | the model's |
 //! | `exchange` | those of [`crate::decoder::sequence`] | the same; only if ranks share sequences |
 //! | `batch` | tokens and the lists for the embedding's backward | one micro-batch; copied from pinned memory |
@@ -20,6 +20,7 @@
 //! A pass enqueues kernels and products without allocating. The host waits only for a batch's
 //! pinned memory, if the device is several micro-batches behind.
 
+mod adapter;
 mod batch;
 mod block;
 mod buffers;
@@ -334,8 +335,7 @@ impl GpuDecoder {
         let ParamRanges {
             tokens, positions, ..
         } = &self.ranges;
-        let tensor = cx.tensor.map_or(TensorRank::ALONE, |tensor| tensor.rank);
-        let padding = tensor.padding(&self.config);
+        let padding = cx.tensor_rank().padding(&self.config);
         let rows = self.rows(cx);
         let dtokens = grad.slice(tokens.clone());
         embedding::backward_tokens(kernels, cx.stream, dtokens, &cx.lists, dx, padding, rows)?;

@@ -12,7 +12,7 @@ use crate::cuda::attention::Masks;
 use crate::cuda::cross_entropy::stride_elems;
 use crate::cuda::dropout::Dropout;
 use crate::cuda::embedding::TokenLists;
-use crate::cuda::matmul::Matmul;
+use crate::cuda::matmul::{Matmul, Product};
 use crate::cuda::norm::Norm;
 use crate::cuda::rope::Angles;
 use crate::cuda::{OpError, OpKernels, SumOut};
@@ -22,6 +22,7 @@ use crate::decoder::sequence_part::{Exchanges, SequencePart};
 use crate::decoder::tensor_group::TensorGroup;
 use crate::ops::Span;
 use crate::ops::sequence::HeadExchange;
+use crate::tensor::TensorRank;
 
 /// The inputs of the operations of a pass.
 #[derive(Clone, Copy)]
@@ -51,7 +52,12 @@ pub(crate) struct PassContext<'a> {
 impl PassContext<'_> {
     /// Whether this rank adds what is the same on all ranks to sums over them.
     pub(crate) fn is_first(&self) -> bool {
-        self.tensor.is_none_or(|tensor| tensor.rank.is_first())
+        self.tensor_rank().is_first()
+    }
+
+    /// This rank of tensor parallelism.
+    pub(super) fn tensor_rank(&self) -> TensorRank {
+        self.tensor.map_or(TensorRank::ALONE, |tensor| tensor.rank)
     }
 
     /// Sums `values` over the ranks of tensor parallelism, in place.
@@ -103,7 +109,7 @@ impl PassContext<'_> {
     /// The masks of attention.
     pub(crate) fn masks(&self, probability: f32, site: u32) -> Masks {
         let HeadExchange { heads, seq, .. } = self.exchanges.qkv;
-        let before = self.tensor.map_or(0, |tensor| tensor.rank.rank) * heads * seq;
+        let before = self.tensor_rank().rank * heads * seq;
         let first = before + self.part.first_line(heads, seq);
         let dropout = self
             .keys
@@ -146,6 +152,14 @@ impl From<Grad> for SumOut {
             Grad::Add(sums) => Self::Add(sums),
             Grad::Write(grad) => Self::Write(grad),
         }
+    }
+}
+
+/// A product whose result is a gradient.
+pub(super) fn onto_grad(product: Product, grad: Grad) -> Product {
+    match grad {
+        Grad::Add(_) => product.onto_out(),
+        Grad::Write(_) => product,
     }
 }
 

@@ -39,6 +39,9 @@ pub(super) struct Sizes {
     pub(super) logits: usize,
     pub(super) partials: usize,
     pub(super) sums: usize,
+    /// Of the scratch memory of adapters.
+    pub(super) dropped: usize,
+    pub(super) low_rank: usize,
     pub(super) table: usize,
     /// Inputs of blocks and of the head, and those of them on the device.
     pub(super) rows: usize,
@@ -95,9 +98,10 @@ impl Sizes {
         let stats = stats_elems(ranks, logits_rows);
         let partials = partials(config, options);
         let sums = partial_elems(config, options);
+        let [dropped, low_rank] = of_adapters(config, tokens);
         let rows = config.layers + 1;
         let scratch = [
-            (2 * whole + narrow + wide + logits, act),
+            (2 * whole + narrow + wide + logits + dropped + low_rank, act),
             (heads + tokens + partials + sums + stats, DType::F32),
         ];
         let ring = match (options.offload_activations, options.partition_activations) {
@@ -133,6 +137,8 @@ impl Sizes {
             logits,
             partials,
             sums,
+            dropped,
+            low_rank,
             table: config.table_elems(options.seq_len),
             rows,
             ring,
@@ -145,7 +151,7 @@ impl Sizes {
             row_bytes: row * act.size_bytes(),
             block_bytes: bytes(&block, block.iter().filter(|(elems, _)| *elems > 0).count()),
             head_bytes: bytes(&[(whole, act), (head_stats, DType::F32)], 2),
-            scratch_bytes: bytes(&scratch, 10),
+            scratch_bytes: bytes(&scratch, 10 + if low_rank > 0 { 2 } else { 0 }),
             batch_bytes: Layout::new(options, config.drops()).bytes(),
             matmul_bytes: matmul::workspace_bytes(matrix as u64) as usize,
             block,
@@ -181,6 +187,23 @@ fn block_elems(config: &DecoderConfig, options: &ModelOptions, qkv: usize) -> [(
         (tokens * config.up_width(), dtype),
         (act, dtype),
     ]
+}
+
+/// Elements of `dropped` and of `low_rank`, for any of the layers that have adapters.
+fn of_adapters(config: &DecoderConfig, tokens: usize) -> [usize; 2] {
+    let Some(lora) = &config.lora else {
+        return [0; 2];
+    };
+    let all = config.adapters(0).into_iter().zip(config.linears());
+    let all = all.filter(|(adapters, _)| !adapters.is_empty());
+    let [inputs, count] = all.fold([0; 2], |[inputs, count], (adapters, linear)| {
+        [inputs.max(linear.inputs), count.max(adapters.len())]
+    });
+    let dropped = match lora.dropout {
+        0.0 => 0,
+        _ => tokens * inputs,
+    };
+    [dropped, (1 + count) * tokens * lora.r]
 }
 
 /// Elements of the workspace of a block's sums over rows.

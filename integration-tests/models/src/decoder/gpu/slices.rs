@@ -24,6 +24,11 @@ pub(crate) struct ScratchSlices {
     pub(crate) partials: DeviceSlice<f32>,
     /// Gradients that are sums over the ranks of tensor parallelism.
     pub(crate) sums: DeviceSlice<f32>,
+    /// The input of an adapter behind its dropout, or the gradient of that, `[M, inputs]`.
+    pub(crate) dropped: AnySlice,
+    /// The result of an adapter's A `[M, r]`; behind it the gradients of that, of each adapter of a
+    /// layer.
+    pub(crate) low_rank: AnySlice,
 }
 
 /// The buffers of exchanges.
