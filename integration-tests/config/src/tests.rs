@@ -414,7 +414,7 @@ fn muon_has_deepspeeds_keys() {
         (0.5, 0.0, muon(Some(0.1), None, None))
     );
 
-    // That of the Adam beside it.
+    // Defaults of the Adam that updates the rest.
     let text = r#"{"optimizer": {"type": "Muon", "params": {"adam_w_mode": false}}}"#;
     let hyper = quiet(text).optimizer.unwrap().hyper;
     assert_eq!((hyper.beta1, hyper.beta2, hyper.eps), (0.9, 0.95, 1e-10));
