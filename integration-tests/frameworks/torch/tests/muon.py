@@ -60,7 +60,7 @@ def is_hidden(name, param):
     return param.dim() == 2 and (".h." in name or ".layers." in name)
 
 
-def start(kind, stage, tag=None, groups=None, **params):
+def start(kind, stage, tag=None, groups=None, **more):
     model = make(kind)
     if tag:
         tag(model)
@@ -68,7 +68,8 @@ def start(kind, stage, tag=None, groups=None, **params):
         "train_batch_size": ROWS,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "Muon", "params": {"lr": LR, "muon_lr": MUON_LR, "weight_decay": DECAY, **params}},
+        "optimizer": {"type": "Muon", "params": {"lr": LR, "muon_lr": MUON_LR, "weight_decay": DECAY}},
+        **more,
     }
     return deepspeed.initialize(model=model, model_parameters=groups(model) if groups else model.parameters(), config=config)[0]
 
@@ -107,7 +108,7 @@ def losses_of_the_rule():
             assert exact < 1e-6 and rounded < 2e-3, (kind, stage, got, want)
 
 
-def schedule_and_groups():
+def groups_of_the_program():
     """Groups of the program are halved; their rates and decays are their own, and may change."""
     def tag(model):
         model.model.layers[0].mlp.up_proj.weight.use_muon = False
@@ -132,6 +133,26 @@ def schedule_and_groups():
         engine.destroy()
         want = want or got
         assert difference(got, want) < 1e-6, (stage, got, want)
+
+
+def schedule():
+    """Muon follows the schedule with its own rate: the same as a program that sets the rates of both groups."""
+    warm_up = {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    engine, rates, want = start("llama", 3, scheduler=warm_up), [], []
+    for step in range(6):
+        rates.append([group["lr"] for group in engine.optimizer.param_groups])
+        want += train(engine, [step])
+    engine.destroy()
+    assert rates[2] != rates[3] and rates[-1] == [MUON_LR, LR], rates
+    assert all(abs(of_muon * LR - of_adam * MUON_LR) < 1e-12 for of_muon, of_adam in rates), rates
+
+    engine, got = start("llama", 3), []
+    for step in range(6):
+        for group, rate in zip(engine.optimizer.param_groups, rates[step]):
+            group["lr"] = rate
+        got += train(engine, [step])
+    engine.destroy()
+    assert difference(got, want) < 1e-6, (got, want)
 
 
 def checkpoints():
@@ -184,6 +205,6 @@ def refusals():
             raise AssertionError(f"not refused: {text}")
 
 
-for test in (losses_of_the_rule, schedule_and_groups, checkpoints, refusals):
+for test in (losses_of_the_rule, groups_of_the_program, schedule, checkpoints, refusals):
     test()
     print(f"ok {test.__name__}", flush=True)
