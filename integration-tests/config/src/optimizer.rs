@@ -52,6 +52,20 @@ const IGNORED: &[Key] = keys! {
     "set_grad_none" = Nothing => "gradient buffers are reused",
 };
 
+/// DeepSpeed's learning rates of Muon, and of Adam beside it.
+const DEFAULT_MUON_LR: f64 = 0.02;
+const DEFAULT_LR_BESIDE_MUON: f64 = 3e-4;
+
+/// Those of Muon.
+const REFUSED_OF_MUON: &[Key] = keys! {
+    "per_head_muon" = Flag(false) => "a matrix of queries, keys or values is orthogonalised whole, unless `zero train` is called with --muon-heads",
+};
+
+/// Those of Muon: DeepSpeed's `"gram"` computes the same by other products.
+const IGNORED_OF_MUON: &[Key] = keys! {
+    "ns_method" = Nothing => "products are in fp32 on cores and in bf16 on GPUs",
+};
+
 /// Reads `optimizer`; `"Adam"` means AdamW unless `adam_w_mode` is false.
 pub(super) fn read_optimizer(
     root: &mut Block,
@@ -74,8 +88,8 @@ pub(super) fn read_optimizer(
         .find(|moments| lower.ends_with(&moments.to_string()));
     let family = moments.map_or(&*lower, |bits| lower.trim_end_matches(&bits.to_string()));
     let always_decoupled = match family {
-        "adam" => false,
-        "adamw" | "muon" => true,
+        "adam" | "muon" => false,
+        "adamw" => true,
         _ => {
             let (key, got) = (block.name("type"), format!("{name:?}"));
             let why = "set it to \"Adam\" or \"AdamW\", with their params alone, to \"AdamW8bit\" or \"AdamW4bit\", or to \"Muon\"";
@@ -92,17 +106,28 @@ pub(super) fn read_optimizer(
 
     let adam_w_mode = params.flag("adam_w_mode")?.unwrap_or(true);
     let not_negative = "a number, 0 or above";
-    let [beta1, beta2] = betas(&mut params)?;
+    // DeepSpeed's Adam has other defaults beside Muon.
+    let (default_betas, default_eps) = match family {
+        "muon" => ([0.9, 0.95], 1e-10),
+        _ => ([0.9, 0.999], 1e-8),
+    };
+    let [beta1, beta2] = betas(&mut params)?.unwrap_or(default_betas);
     let mut lr_of = |key| params.number_in(key, 0.0..=f64::MAX, not_negative);
-    let lr = lr_of("lr")?.unwrap_or(1e-3);
+    let lr = lr_of("lr")?;
     let (lr, muon) = match family {
         "muon" => {
             let [adam_lr, muon_lr] = [lr_of("adam_lr")?, lr_of("muon_lr")?];
+            params.refuse(REFUSED_OF_MUON)?;
+            params.ignore(IGNORED_OF_MUON, warnings)?;
             // `lr` is that of both, unless one has its own.
-            let muon_lr = muon_lr.or(adam_lr.map(|_| lr));
-            (adam_lr.unwrap_or(lr), Some(muon(&mut params, muon_lr)?))
+            let muon_lr = match (muon_lr, lr, adam_lr) {
+                (None, Some(_), None) => None,
+                (own, lr, _) => own.or(lr).or(Some(DEFAULT_MUON_LR)),
+            };
+            let lr = adam_lr.or(lr).unwrap_or(DEFAULT_LR_BESIDE_MUON);
+            (lr, Some(muon(&mut params, muon_lr)?))
         }
-        _ => (lr, None),
+        _ => (lr.unwrap_or(1e-3), None),
     };
     let optimizer = DsOptimizer {
         lr,
@@ -111,7 +136,7 @@ pub(super) fn read_optimizer(
             beta2,
             eps: params
                 .number_in("eps", 0.0..=f64::MAX, not_negative)?
-                .unwrap_or(1e-8),
+                .unwrap_or(default_eps),
             weight_decay: params
                 .number_in("weight_decay", 0.0..=f64::MAX, not_negative)?
                 .unwrap_or(0.0),
@@ -143,14 +168,14 @@ fn muon(params: &mut Block, lr: Option<f64>) -> Result<DsMuon, ConfigFileError> 
     })
 }
 
-fn betas(params: &mut Block) -> Result<[f64; 2], ConfigFileError> {
+fn betas(params: &mut Block) -> Result<Option<[f64; 2]>, ConfigFileError> {
     let Some(value) = params.take("betas") else {
-        return Ok([0.9, 0.999]);
+        return Ok(None);
     };
     let beta = |v: &Value| v.as_f64().filter(|x| (0.0..1.0).contains(x));
     match value.as_array().map(Vec::as_slice) {
         Some([one, two]) if beta(one).is_some() && beta(two).is_some() => {
-            Ok([beta(one).unwrap_or_default(), beta(two).unwrap_or_default()])
+            Ok(beta(one).zip(beta(two)).map(<[f64; 2]>::from))
         }
         _ => {
             let (key, expected) = (

@@ -393,7 +393,12 @@ fn muon_has_deepspeeds_keys() {
         momentum,
         ns_steps,
     };
-    assert_eq!(optimizer("{}"), (1e-3, 0.0, DsMuon::default()));
+    assert_eq!(optimizer("{}"), (3e-4, 0.0, muon(Some(0.02), None, None)));
+    assert_eq!(optimizer(r#"{"lr": 0.5}"#), (0.5, 0.0, DsMuon::default()));
+    assert_eq!(
+        optimizer(r#"{"adam_lr": 0.5}"#),
+        (0.5, 0.0, muon(Some(0.02), None, None))
+    );
     let both = r#"{"lr": 0.5, "muon_lr": 0.02, "adam_lr": 0.001, "momentum": 0.9, "weight_decay": 0.1, "ns_steps": 3}"#;
     assert_eq!(
         optimizer(both),
@@ -408,6 +413,30 @@ fn muon_has_deepspeeds_keys() {
         optimizer(r#"{"lr": 0.5, "muon_lr": 0.1}"#),
         (0.5, 0.0, muon(Some(0.1), None, None))
     );
+
+    // Defaults of the Adam that updates the rest.
+    let text = r#"{"optimizer": {"type": "Muon", "params": {"adam_w_mode": false}}}"#;
+    let hyper = quiet(text).optimizer.unwrap().hyper;
+    assert_eq!((hyper.beta1, hyper.beta2, hyper.eps), (0.9, 0.95, 1e-10));
+    assert!(!hyper.decoupled);
+}
+
+#[test]
+fn other_keys_of_muon_are_named() {
+    let parse = |params: &str| {
+        let text = format!(r#"{{"optimizer": {{"type": "Muon", "params": {params}}}}}"#);
+        DsConfig::parse(&text)
+    };
+    let warnings = parse(r#"{"ns_method": "gram"}"#).unwrap().warnings;
+    assert_eq!(
+        warnings,
+        [
+            "optimizer.params.ns_method is ignored: products are in fp32 on cores and in bf16 on GPUs"
+        ]
+    );
+    let error = parse(r#"{"per_head_muon": true}"#).unwrap_err().to_string();
+    assert!(error.contains("optimizer.params.per_head_muon"), "{error}");
+    assert!(error.contains("--muon-heads"), "{error}");
 }
 
 #[test]

@@ -125,7 +125,7 @@ const IGNORED: &[Key] = keys! {
     "log_trace_cache_warnings" = Flag(false) =>
         "the order of the units is known before the first step",
     "enable_sanity_checks" = Flag(false) => "sanity checks are always on",
-    "save_muon_momentum_buffer_in_memory" = Flag(false) => "the Muon optimizer is not supported",
+    "save_muon_momentum_buffer_in_memory" = Flag(false) => "Muon's momentum is with the optimizer's state",
     "leaf_module" = Nothing => UNITS,
     "model_persistence_threshold" = Nothing => "only the threshold per parameter is used",
     "module_granularity_threshold" = Number(0) => UNITS,

@@ -13,8 +13,8 @@ use std::sync::mpsc::Sender;
 use std::thread::{self, ThreadId};
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var, bail};
-use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
 use parking_lot::Mutex;
 
 use crate::values::take;
@@ -70,6 +70,20 @@ impl Drop for Backward<'_> {
 pub(crate) struct Param {
     pub(crate) name: String,
     pub(crate) tensor: Tensor,
+    /// Whether `candle_nn::embedding` has loaded it.
+    pub(crate) is_embedding: bool,
+}
+
+/// Whether these are the initial values that `candle_nn::embedding`, and no other layer of candle_nn,
+/// requests.
+fn is_of_embedding(init: Init) -> bool {
+    matches!(
+        init,
+        Init::Randn {
+            mean: 0.0,
+            stdev: 1.0
+        }
+    )
 }
 
 struct Inner {
@@ -154,19 +168,20 @@ impl SimpleBackend for ShardedVars {
         &self,
         shape: Shape,
         name: &str,
-        init: candle_nn::Init,
+        init: Init,
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor> {
         let mut params = self.0.params.lock();
         // A tied parameter: one tensor, so candle adds both gradients before it calls the hook.
-        if let Some(param) = params.iter().find(|p| p.name == name) {
+        if let Some(param) = params.iter_mut().find(|p| p.name == name) {
             if *param.tensor.shape() != shape {
                 bail!(
                     "{name} is loaded with shape {shape:?} and with {:?}",
                     param.tensor.shape()
                 );
             }
+            param.is_embedding |= is_of_embedding(init);
             return Ok(param.tensor.clone());
         }
 
@@ -200,6 +215,7 @@ impl SimpleBackend for ShardedVars {
         params.push(Param {
             name: name.to_owned(),
             tensor: tensor.clone(),
+            is_embedding: is_of_embedding(init),
         });
 
         Ok(tensor)

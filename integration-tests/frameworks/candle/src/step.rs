@@ -101,7 +101,7 @@ impl Units {
         let mut elems = 0;
         for unit in self.units.iter().filter(|known| known.name == unit) {
             for &param in &unit.params {
-                let Param { name, tensor } = &self.params[param];
+                let Param { name, tensor, .. } = &self.params[param];
                 let values = values.get(name).map_err(candle_error)?;
                 with(tensor, values)?;
                 elems += values.len() as u64;

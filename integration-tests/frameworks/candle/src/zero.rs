@@ -23,6 +23,7 @@ use zero_shard::ZeroStage;
 
 use crate::error::candle_error;
 use crate::hooks::{Claim, Param, ShardedVars};
+use crate::muon::ZeroMuon;
 use crate::step::{BackwardReport, Record, TrainStep, Unit, Units, scalar};
 use crate::values::{release, write};
 
@@ -36,6 +37,8 @@ pub struct ZeroConfig {
     pub stage: ZeroStage,
     /// AdamW's settings; candle's are `ParamsAdamW`.
     pub optimizer: OptimizerConfig,
+    /// Muon for matrices of hidden layers. Default: AdamW for all parameters.
+    pub muon: Option<ZeroMuon>,
     /// The unit of a parameter, by its name: parameters that are reduced and gathered together.
     pub unit_of: fn(&str) -> &str,
     /// Elements of each of the two buckets.
@@ -54,6 +57,7 @@ impl ZeroConfig {
         Self {
             stage,
             optimizer: OptimizerConfig::default(),
+            muon: None,
             unit_of: unit_of_block,
             bucket_elems: 1 << 22,
             micro_batches: 1,
@@ -145,12 +149,17 @@ impl ZeroAdamW {
             ZeroStage::Two => ZeroStage::Three,
             stage => stage,
         };
-        let zero = Zero::builder(rank)
+        let builder = Zero::builder(rank)
             .stage(stage_of_run)
             .adamw(config.optimizer)
             .micro_batches(config.micro_batches)
             .bucket_elems(config.bucket_elems.max(ranks))
-            .params(shapes, |name| (config.unit_of)(name).to_owned())
+            .params(shapes, |name| (config.unit_of)(name).to_owned());
+        let builder = match config.muon {
+            Some(muon) => muon.set(builder, &params)?,
+            None => builder,
+        };
+        let zero = builder
             .build(|name, _, values| initial(&params[by_name[name]].tensor, values))
             .map_err(candle_error)?;
 

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use serde::Serialize;
 use zero_alloc::device::DType;
 use zero_config::DsConfig;
-use zero_kernels::AdamHyper;
+use zero_kernels::{AdamHyper, Muon};
 use zero_optim::LossScaling;
 use zero_shard::Home;
 
@@ -32,6 +32,9 @@ pub(crate) struct Settings {
     bias_correction: bool,
     /// The format of the moments, of a type such as `AdamW8bit`.
     moments: String,
+    /// The rule of matrices, in JSON, and its learning rate; none for AdamW or Adam alone.
+    muon: Option<String>,
+    muon_lr: Option<f64>,
     /// JSON; none for a constant rate.
     scheduler: Option<String>,
     /// JSON.
@@ -113,12 +116,6 @@ fn refuse_missing(file: &DsConfig) -> Result<(), String> {
             "pass groups as model_parameters of initialize",
         ),
         (
-            file.optimizer
-                .is_some_and(|optimizer| optimizer.muon.is_some()),
-            "optimizer.type \"Muon\"",
-            "use AdamW: this engine has no Muon yet",
-        ),
-        (
             file.autotuning.is_some(),
             "autotuning",
             "set enabled to false",
@@ -187,6 +184,16 @@ fn settings_of(file: DsConfig, ranks: u64) -> Result<Settings, String> {
 
     let optimizer = file.optimizer;
     let hyper = optimizer.map_or_else(AdamHyper::default, |optimizer| optimizer.hyper);
+    let muon = optimizer.and_then(|optimizer| optimizer.muon);
+    let rule = muon.map(|muon| {
+        let own = Muon::default();
+        json(&Muon {
+            momentum: muon.momentum.unwrap_or(own.momentum),
+            ns_steps: muon.ns_steps.unwrap_or(own.ns_steps),
+            weight_decay: hyper.weight_decay,
+            ..own
+        })
+    });
     let scheduler = file.schedule.as_ref().map(json).transpose()?;
     Ok(Settings {
         stage: file.zero.stage,
@@ -206,6 +213,8 @@ fn settings_of(file: DsConfig, ranks: u64) -> Result<Settings, String> {
             .and_then(|optimizer| optimizer.moments)
             .unwrap_or_default()
             .to_string(),
+        muon: rule.transpose()?,
+        muon_lr: muon.and_then(|muon| muon.lr),
         scheduler,
         scaling: json(&scaling)?,
         warnings,

@@ -1,6 +1,6 @@
 //! One rank of a run.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,16 +8,19 @@ use std::time::Duration;
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use serde::Deserialize;
 use zero_alloc::Pool;
 use zero_alloc::cuda::CudaDevice;
 use zero_alloc::cuda::interop::stream_from_raw;
 use zero_alloc::device::{AnySlice, DType, Device, Memory};
 use zero_alloc::host::HostDevice;
 use zero_comm::{Communicator, PrefetchOptions};
+use zero_kernels::Muon;
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
+use zero_models::cuda::matmul::ProductsOfMatrices;
 use zero_optim::framework::{Builder, FrameworkError, HeldUnit, Rank, Step, Zero};
-use zero_optim::{GroupRules, Moments, OptimizerConfig, StateFormat};
+use zero_optim::{GroupRules, Matrix, Moments, OptimizerConfig, StateFormat};
 use zero_shard::ZeroStage;
 
 use crate::connect::Comm;
@@ -94,14 +97,15 @@ impl Drop for Engine {
     }
 }
 
-/// A parameter: full name, unit, shape, position of its group.
-type Param = (String, String, Vec<u64>, usize);
+/// A parameter: full name, unit, shape, position of its group, and whether, of two dimensions, it has
+/// the inputs first, as transformers' Conv1D.
+type Param = (String, String, Vec<u64>, usize, bool);
 
 /// A unit: name, elements with padding, and the parameters in it with their first elements.
 type Unit = (String, u64, Vec<(String, u64)>);
 
-/// A group: factor of the learning rate, weight decay, whether it is trained.
-type Group = (f64, Option<f64>, bool);
+/// A group: factor of the learning rate, weight decay, whether it is trained, whether by Muon.
+type Group = (f64, Option<f64>, bool, bool);
 
 impl Engine {
     /// Calls `call` without Python's lock.
@@ -148,6 +152,7 @@ struct Made<'a> {
     dtypes: (DType, Option<DType>),
     optimizer: OptimizerConfig,
     moments: Moments,
+    muon: Option<Muon>,
     micro_batches: usize,
     params: Vec<Param>,
     groups: Vec<Group>,
@@ -175,7 +180,11 @@ impl Made<'_> {
         stream: usize,
     ) -> PyResult<Run<CudaDevice>> {
         let (_, bytes) = device.memory_bytes().map_err(failed)?;
-        let kernels = Arc::new(CudaKernels::new(&device).map_err(failed)?);
+        let kernels = CudaKernels::new(&device).map_err(failed)?;
+        let kernels = Arc::new(match self.muon {
+            Some(_) => kernels.with_products(ProductsOfMatrices::load(&device).map_err(failed)?),
+            None => kernels,
+        });
         let pool = Pool::new(device.clone(), bytes);
         let rank = match stream {
             0 => Rank::new(comm, pool, kernels),
@@ -194,7 +203,7 @@ impl Made<'_> {
         set: impl FnOnce(Builder<D>) -> Builder<D>,
     ) -> PyResult<Run<D>> {
         let device = rank.pool().device().id();
-        let rules = self.groups.iter().map(|(lr_scale, decay, is_trained)| {
+        let rules = self.groups.iter().map(|(lr_scale, decay, is_trained, _)| {
             let rules = GroupRules::default().lr_scale(*lr_scale);
             rules.trainable(*is_trained).weight_decay(*decay)
         });
@@ -202,13 +211,15 @@ impl Made<'_> {
         let params = &self.params;
         let group_of = params
             .iter()
-            .map(|(name, _, _, group)| (name.clone(), *group));
+            .map(|(name, _, _, group, _)| (name.clone(), *group));
         let group_of: HashMap<String, usize> = group_of.collect();
+        let inputs_first = params.iter().filter(|(.., inputs_first)| *inputs_first);
+        let inputs_first: HashSet<String> = inputs_first.map(|(name, ..)| name.clone()).collect();
         let unit_of = params.iter().map(|(name, unit, ..)| (&**name, &**unit));
         let unit_of: HashMap<&str, &str> = unit_of.collect();
         let shapes = params
             .iter()
-            .map(|(name, _, shape, _)| (name.clone(), shape.clone()));
+            .map(|(name, _, shape, ..)| (name.clone(), shape.clone()));
 
         let builder = Zero::builder(rank.limit(self.limit))
             .stage(self.stage)
@@ -221,8 +232,24 @@ impl Made<'_> {
             .add_gradients()
             .params(shapes, |name| unit_of[name].to_owned())
             .groups(rules, move |name| group_of[name])
+            .matrices(move |name, shape| match *shape {
+                [inputs, outputs] if inputs_first.contains(name) => {
+                    vec![Matrix::conv1d(inputs as usize, outputs as usize)]
+                }
+                [outputs, inputs] => vec![Matrix::linear(outputs as usize, inputs as usize)],
+                _ => Vec::new(),
+            })
             .gather_memory(Tensors::new(self.gather, device))
             .gradient_memory(Tensors::new(self.allocate, device));
+        let by_muon = self
+            .groups
+            .iter()
+            .enumerate()
+            .filter(|(_, (.., is_muon))| *is_muon);
+        let builder = by_muon.fold(builder, |builder, (group, _)| match self.muon {
+            Some(muon) => builder.group_rule(group, Arc::new(muon)),
+            None => builder,
+        });
         let mut raised = None;
         let zero = set(builder).build_from_rank_0(|name, _shape, values| {
             let at = values.as_mut_ptr() as usize;
@@ -263,12 +290,14 @@ impl Engine {
     ) -> PyResult<Self> {
         let optimizer: serde_json::Value = serde_json::from_str(optimizer).map_err(failed)?;
         let moments = optimizer["moments"].as_str().unwrap_or("fp32").parse();
+        let muon = Option::deserialize(&optimizer["muon"]).map_err(failed)?;
         let made = Made {
             stage: ZeroStage::from_number(stage.into())
                 .ok_or_else(|| PyValueError::new_err(format!("stage {stage}: expected 0 to 3")))?,
             dtypes: (dtype_of(dtype)?, reduce_dtype.map(dtype_of).transpose()?),
             optimizer: serde_json::from_value(optimizer).map_err(failed)?,
             moments: moments.map_err(PyValueError::new_err)?,
+            muon,
             micro_batches,
             params,
             groups,

@@ -563,7 +563,6 @@ def wrong_settings():
         (config_of(autotuning={"enabled": True}), "does not have autotuning"),
         ({"train_batch_size": "auto"}, 'train_batch_size is "auto", which a trainer around the engine replaces: set a value'),
         (config_of(optimizer={"type": "Lion"}), 'optimizer.type "Lion" is not supported'),
-        (config_of(optimizer={"type": "Muon"}), 'optimizer.type "Muon"'),
         (config_of(bf16={"enabled": True}, fp16={"enabled": True}), "fp16.enabled and bf16.enabled conflict"),
         (config_of(seed=torch.float32), "not JSON serializable"),
         ([], "expected a file or a dict"),

@@ -21,6 +21,8 @@ use zero_optim::framework::{Builder, FrameworkError, Rank, Zero};
 use zero_optim::{OptimizerConfig, StepOutcome};
 use zero_shard::ZeroStage;
 
+use crate::muon;
+
 pub(crate) const RANKS: usize = 4;
 pub(crate) const STEPS: usize = 50;
 /// Rows of all ranks together.
@@ -28,6 +30,8 @@ const ROWS: usize = 8;
 const SEQ: usize = 6;
 const FEATURES: usize = 5;
 const WIDTH: usize = 32;
+/// The factor of Muon's learning rate.
+pub(crate) const MUON_LR_SCALE: f64 = 10.0;
 /// Elements of the first block.
 pub(crate) const INPUT_ELEMS: usize = FEATURES * WIDTH + WIDTH;
 
@@ -296,15 +300,30 @@ struct AdamW {
     gradients: Gradients,
     moments: HashMap<ParamId, Vec<[f32; 2]>>,
     step: i32,
+    /// Whether Muon updates the matrices at a path, with [`MUON_LR_SCALE`].
+    is_hidden: fn(&str) -> bool,
+    path: Vec<String>,
 }
 
 impl ModuleMapper for AdamW {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let OptimizerConfig { hyper, lr, .. } = config();
         let gradient = param.base().grad_remove(&mut self.gradients).unwrap();
         let gradient = gradient.into_data().try_into_vec::<f32>().unwrap();
         let moments = self.moments.entry(param.id).or_default();
         moments.resize(gradient.len(), [0.0; 2]);
+        if D == 2 && (self.is_hidden)(&self.path.join(".")) {
+            return param
+                .map(|tensor| muon::updated(tensor, gradient, moments, lr * MUON_LR_SCALE));
+        }
 
         let correction1 = 1.0 - hyper.beta1.powi(self.step);
         let correction2 = 1.0 - hyper.beta2.powi(self.step);
@@ -327,6 +346,15 @@ impl ModuleMapper for AdamW {
 
 /// Trains without ZeRO, on the whole batch. Returns the losses.
 pub(crate) fn unsharded(layers: usize, steps: usize) -> Vec<f64> {
+    unsharded_with_muon(layers, steps, |_| false)
+}
+
+/// As [`unsharded`], with Muon for the matrices whose paths `is_hidden` accepts.
+pub(crate) fn unsharded_with_muon(
+    layers: usize,
+    steps: usize,
+    is_hidden: fn(&str) -> bool,
+) -> Vec<f64> {
     let mut model = Model::new(layers);
     let mut moments = HashMap::new();
     let mut losses = Vec::new();
@@ -337,6 +365,8 @@ pub(crate) fn unsharded(layers: usize, steps: usize) -> Vec<f64> {
             gradients: loss.backward(),
             moments: std::mem::take(&mut moments),
             step: step as i32 + 1,
+            is_hidden,
+            path: Vec::new(),
         };
         model = model.map(&mut adamw);
         moments = adamw.moments;

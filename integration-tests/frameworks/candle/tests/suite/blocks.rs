@@ -21,7 +21,7 @@ use zero_shard::{Widths, ZeroStage};
 use crate::common::{ADAMW, RANKS, ROWS, STEPS, batch, config, largest_error};
 use crate::models::{Block, Lm, Parts, unit_of, weights};
 
-fn config_in_blocks(stage: ZeroStage) -> ZeroConfig {
+pub(crate) fn config_in_blocks(stage: ZeroStage) -> ZeroConfig {
     ZeroConfig {
         unit_of,
         ..config(stage)
@@ -53,7 +53,7 @@ fn candle_alone(
     Ok((losses, weights.collect()))
 }
 
-struct Rank {
+pub(crate) struct Rank {
     rows: std::ops::Range<usize>,
     model: Lm,
     zero: ZeroAdamW,
@@ -104,13 +104,13 @@ impl Rank {
         })
     }
 
-    fn losses(&mut self, steps: std::ops::Range<usize>) -> Result<Vec<f64>> {
+    pub(crate) fn losses(&mut self, steps: std::ops::Range<usize>) -> Result<Vec<f64>> {
         steps.map(|step| Ok(self.step(step, 1)?.loss())).collect()
     }
 }
 
 /// Runs `run` on each of `ranks` ranks, and returns the results in rank order.
-fn on_ranks<R: Send>(
+pub(crate) fn on_ranks<R: Send>(
     ranks: usize,
     model: (Parts, usize),
     config: &ZeroConfig,

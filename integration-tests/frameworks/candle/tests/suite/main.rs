@@ -6,5 +6,6 @@ mod copies;
 mod failures;
 mod losses;
 mod models;
+mod muon;
 mod overlap;
 mod seeded;

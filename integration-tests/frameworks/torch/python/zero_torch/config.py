@@ -43,12 +43,15 @@ class Config:
         import torch
 
         if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            raise ConfigError(f"optimizer {type(optimizer).__name__}: this engine has Adam and AdamW")
+            raise ConfigError(
+                f'optimizer {type(optimizer).__name__}: this engine has Adam and AdamW, and Muon by optimizer.type "Muon" of the configuration'
+            )
         defaults = optimizer.defaults
         if defaults.get("amsgrad") or defaults.get("maximize"):
             raise ConfigError("optimizer: this engine has neither amsgrad nor maximize")
         self.lr, self.betas, self.eps = defaults["lr"], tuple(defaults["betas"]), defaults["eps"]
         self.weight_decay, self.bias_correction, self.moments = defaults["weight_decay"], True, "fp32"
+        self.muon = None
         self.decoupled = isinstance(optimizer, torch.optim.AdamW) or defaults.get("decoupled_weight_decay", False)
 
     @property
@@ -68,6 +71,7 @@ class Config:
         return json.dumps({
             "hyper": hyper,
             "moments": self.moments,
+            "muon": json.loads(self.muon) if self.muon else None,
             "lr": self.base_lr,
             "schedule": json.loads(self.scheduler) if self.scheduler else {"type": "Constant"},
             "max_grad_norm": self.clip,

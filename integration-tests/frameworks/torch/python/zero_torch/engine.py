@@ -29,7 +29,7 @@ class Engine(nn.Module):
         if lr_scheduler is not None:
             config.scheduler = None
         names = dict(model.named_parameters())
-        self._groups = groups = Groups(model_parameters, names, config)
+        self._groups = groups = Groups(model_parameters, names, config, model)
         self._sharded = Sharded(ranks, model, names, groups, config, LIMIT + 300)
         self.module = model
         self.optimizer = ZeroOptimizer([{**group, "params": list(group["params"])} for group in groups.given], config, self)

@@ -4,20 +4,26 @@ import weakref
 
 import torch
 
+from .muon import halves
 from .world import ConfigError
 
 
 class Groups:
-    """`given` as torch has them; `settings` of each as (factor of the learning rate, weight decay, trained); `of_name`: of each parameter.
+    """`given` as torch has them; `settings` of each as (factor of the learning rate, weight decay, trained, by Muon); `of_name`: of each
+    parameter.
 
     Factors are of the schedule's rate; without a schedule that is 1, and they are the rates. The last group has the frozen parameters.
     """
 
-    def __init__(self, model_parameters, names, config):
+    def __init__(self, model_parameters, names, config, model):
         of_id = {id(param): name for name, param in names.items()}
         given = list(names.values()) if model_parameters is None else list(model_parameters)
         if not given or not isinstance(given[0], dict):
             given = [{"params": given}]
+        if config.muon:
+            given = halves(given, model, names, config)
+        elif any(group.get("use_muon") for group in given):
+            raise ConfigError('a group has use_muon, but the optimizer is Adam: set optimizer.type to "Muon" in the configuration')
         self.given, self._base = given, config.base_lr
         if self._base == 0 and any(group.get("lr") for group in given):
             raise ConfigError("a group has its own lr, but that of the optimizer is 0: with a scheduler, a group's lr is a factor of it")
@@ -29,10 +35,11 @@ class Groups:
                     raise ConfigError("model_parameters has a tensor that is no parameter of the model")
                 group_of[name] = number
         self.settings = [
-            (*self.rules(group.get("lr", config.lr), group.get("weight_decay", config.weight_decay)), True) for group in given
+            (*self.rules(group.get("lr", config.lr), group.get("weight_decay", config.weight_decay)), True, bool(group.get("use_muon")))
+            for group in given
         ]
         self._frozen = len(given)
-        self.settings.append((1.0, None, False))
+        self.settings.append((1.0, None, False, False))
         self.of_name = {
             name: group_of.get(name, self._frozen) if param.requires_grad else self._frozen for name, param in names.items()
         }
@@ -72,7 +79,7 @@ class ZeroScheduler:
 
     def __init__(self, engine, groups):
         self._engine = weakref.ref(engine)
-        self._factors = [factor for factor, _, is_trained in groups.settings if is_trained]
+        self._factors = [factor for factor, _, is_trained, _ in groups.settings if is_trained]
         self.step()
 
     def step(self, *args, **kwargs):

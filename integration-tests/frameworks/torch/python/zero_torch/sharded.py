@@ -19,6 +19,7 @@ import torch
 
 from . import _native
 from .init import fill_others, forget, value_of
+from .muon import inputs_first
 from .units import DTYPES, NAMES, ROOT, replaced, set_memory, tensors, units_of, view
 from .world import device_of_rank, end, stream
 
@@ -85,7 +86,10 @@ class Sharded:
         self._unit_of = units_of(module, names)
         self._unit_of_id = {id(param): self._unit_of[name] for name, param in names.items()}
         self._units = {unit.name: unit for unit in self._unit_of.values()}
-        params = [(name, self._unit_of[name].name, list(param.shape), groups.of_name[name]) for name, param in names.items()]
+        transposed = inputs_first(module)
+        params = [
+            (name, self._unit_of[name].name, list(param.shape), groups.of_name[name], id(param) in transposed) for name, param in names.items()
+        ]
 
         def init(name, at, elems):
             values = value_of(names[name], module).to("cpu", torch.float32).contiguous()
