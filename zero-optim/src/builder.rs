@@ -20,7 +20,7 @@ use crate::matrix_update::MatrixExchange;
 use crate::pieces::{Pieces, view};
 use crate::segments::check_segments;
 use crate::{
-    CommExchange, Matrices, OffloadedMatrices, OptimError, ParamGroups, Segment, ShardedOptimizer,
+    AllToAll, Matrices, OffloadedMatrices, OptimError, ParamGroups, Segment, ShardedOptimizer,
 };
 
 /// Elements of fp64 that a [`GradStats`] takes, of which there is one per unit.
@@ -136,7 +136,7 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
 
     /// Sets the matrices of update rules that see them whole, and the exchange with the ranks among
     /// which the state is sharded.
-    pub fn matrices(mut self, matrices: Matrices, comm: CommExchange<D>) -> Self {
+    pub fn matrices(mut self, matrices: Matrices, comm: impl AllToAll<D> + 'static) -> Self {
         let device = MatrixDevice::new(Arc::clone(&self.kernels), self.pool, comm);
         self.matrices = Some(MatrixExchange {
             matrices,

@@ -1,11 +1,11 @@
-//! The exchange of matrices by zero-comm.
+//! [`AllToAll`] by zero-comm.
 
 use std::sync::Arc;
 
 use zero_alloc::device::{AnySlice, Device, Stream};
 use zero_comm::Communicator;
 
-use crate::OptimError;
+use crate::{AllToAll, OptimError};
 
 /// The exchange of matrices over a communicator, whose ranks are in the order of the shards, on a
 /// stream. All collectives of the communicator are on
@@ -26,20 +26,14 @@ impl<D: Device> CommExchange<D> {
     pub fn new(comm: Arc<dyn Communicator<D>>, stream: D::Stream) -> Self {
         Self { comm, stream }
     }
+}
 
-    /// The stream of the exchanges.
-    pub fn stream(&self) -> &D::Stream {
+impl<D: Device> AllToAll<D> for CommExchange<D> {
+    fn stream(&self) -> &D::Stream {
         &self.stream
     }
 
-    /// Enqueues, behind the work of `stream` so far, that this rank sends `send_counts[q]` elements
-    /// to each rank q and receives `recv_counts[q]`; `send` and `recv` are in the order of ranks.
-    /// All ranks call it in the same order. Returns the point at which `recv` is complete and
-    /// `send` free.
-    ///
-    /// # Errors
-    /// [`OptimError::Exchange`], or a stream failed.
-    pub(crate) fn all_to_all(
+    fn all_to_all(
         &self,
         stream: &D::Stream,
         (send, send_counts): (AnySlice, &[usize]),

@@ -45,7 +45,7 @@ pub use format::{Masters, Moments, StateArrays, StateFormat, StateHome, StateKin
 pub use groups::{GroupRules, GroupRun, ParamGroups, Piece};
 pub use loss_scale::{DynamicScaling, LossScalerState, LossScaling};
 pub use matrices::{Matrices, Matrix, MatrixParam};
-pub use matrix_exchange::{MatrixDevice, OffloadedMatrices};
+pub use matrix_exchange::{AllToAll, MatrixDevice, OffloadedMatrices};
 pub use optimizer::{GatheredStats, ShardedOptimizer, StepInputs};
 pub use schedule::{
     Decay, DecayCurve, LrSchedule, OneCycle, RangeTest, Warmup, WarmupCosine, WarmupDecay,

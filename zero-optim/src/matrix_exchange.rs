@@ -18,16 +18,37 @@ use zero_alloc::host::{HostDevice, HostEvent, HostStream};
 use zero_alloc::{Block, Pool, Purpose};
 use zero_kernels::{Kernels, MatrixRows, MatrixRule, OrthogonaliseArgs};
 
+use crate::OptimError;
 use crate::matrices::{Buffer, Part, Wave};
 use crate::pieces::view;
 use crate::run_rows::run_rows;
-use crate::{CommExchange, OptimError};
+
+/// The exchange of directions and updates with the ranks among which the state is sharded, on a
+/// stream.
+pub trait AllToAll<E: Device>: std::fmt::Debug + Send + Sync {
+    /// The stream of the exchanges.
+    fn stream(&self) -> &E::Stream;
+
+    /// Enqueues, behind the work of `stream` so far, that this rank sends `send_counts[q]` elements
+    /// to each rank q and receives `recv_counts[q]`; `send` and `recv` are in the order of ranks.
+    /// All ranks call it in the same order. Returns the point at which `recv` is complete and
+    /// `send` free.
+    ///
+    /// # Errors
+    /// [`OptimError::Exchange`], or a stream failed.
+    fn all_to_all(
+        &self,
+        stream: &E::Stream,
+        send: (AnySlice, &[usize]),
+        recv: (AnySlice, &[usize]),
+    ) -> Result<E::Event, OptimError>;
+}
 
 /// The device that computes the updates of matrices, and its exchange with other ranks.
 pub struct MatrixDevice<E: Device> {
     kernels: Arc<dyn Kernels<E>>,
     pool: Pool<E>,
-    comm: CommExchange<E>,
+    comm: Box<dyn AllToAll<E>>,
     /// Those of each group, if it has some. Set when the optimizer is built.
     rules: Vec<Option<MatrixRule>>,
 }
@@ -162,11 +183,15 @@ impl<E: Device> WaveExchange<HostDevice> for OffloadedMatrices<E> {
 
 impl<E: Device> MatrixDevice<E> {
     /// The device of `pool`, with an exchange over its ranks.
-    pub fn new(kernels: Arc<dyn Kernels<E>>, pool: &Pool<E>, comm: CommExchange<E>) -> Self {
+    pub fn new(
+        kernels: Arc<dyn Kernels<E>>,
+        pool: &Pool<E>,
+        comm: impl AllToAll<E> + 'static,
+    ) -> Self {
         Self {
             kernels,
             pool: pool.clone(),
-            comm,
+            comm: Box::new(comm),
             rules: Vec::new(),
         }
     }
