@@ -19,7 +19,7 @@ pub const DEFAULT_R: usize = 8;
 /// See [`DEFAULT_R`].
 pub const DEFAULT_ALPHA: f64 = 8.0;
 
-/// The target that stands for all linear layers of blocks, as in PEFT.
+/// The target for all linear layers of blocks, as in PEFT.
 pub const ALL_LINEAR: &str = "all-linear";
 
 /// The key of a checkpoint's model configuration.
@@ -49,7 +49,7 @@ impl LoraConfig {
         (self.alpha / if self.rslora { r.sqrt() } else { r }) as f32
     }
 
-    /// Names the `modules` for which [`ALL_LINEAR`] stands.
+    /// Names the `modules` for which [`ALL_LINEAR`] is the target.
     pub(crate) fn name_all(&mut self, modules: &[&str]) {
         if self.targets == [ALL_LINEAR] {
             let names = modules.iter().filter_map(|path| path.rsplit('.').next());

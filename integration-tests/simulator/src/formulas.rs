@@ -403,7 +403,7 @@ impl Costs<'_> {
         compute.hypot(2.0 * elements / self.memory()) + KERNEL_S
     }
 
-    /// Seconds of the product of a weight's gradient, which a frozen one has not.
+    /// Seconds of the product of a weight's gradient; 0 if it is frozen.
     fn weight_gradient(&self, peak: f64, [n, k, tokens]: [f64; 3]) -> f64 {
         match self.shape.adapters {
             Some(_) => 0.0,

@@ -655,7 +655,7 @@ fn offload_changes_no_bit() {
 /// state is on the host; the host's fp32 products are as near as 15 products in bf16 allow.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn muon_has_the_same_bits_everywhere_and_learns_as_on_the_host() {
+fn muon_has_the_same_bits_at_all_stages_and_homes() {
     let dir = tempfile::tempdir().unwrap();
     let with_muon = |stage, dtype, optimizer| {
         let plain = settings(stage, dtype);

@@ -146,7 +146,7 @@ pub fn run_on_host_device(
     run_caught(&comm, make, settings, workload, options, observe)
 }
 
-/// What a rank on a GPU needs beside its settings.
+/// Options of a rank on a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaOptions {
     /// Whether the timeline and the metrics of overlap include the device's operations, at a cost

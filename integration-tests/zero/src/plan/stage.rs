@@ -506,7 +506,7 @@ fn memory_model(
     let peak_live_elems = gathers(settings, layout, &request.model.passes)
         .map_or(0, |planned| planned.peak_live_elems);
     let (of_matrices, _) = matrix_buffers(request, settings, &over_groups);
-    // What is gathered is free by then.
+    // By then no unit is gathered.
     let gathered = match settings.stage.shards_params() {
         true => peak_live_elems.saturating_mul(widths.param_bytes),
         false => 0,
