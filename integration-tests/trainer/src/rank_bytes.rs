@@ -88,7 +88,7 @@ impl RankBytes {
         let gathered = gathered.checked_mul(widths.param_bytes)?;
 
         let layouts = settings.mesh.layouts(layout).ok()?;
-        let encoded = encoded_bytes(settings, &layouts);
+        let encoded = encoded_bytes(settings, &layouts, passes);
         // Beside the device, if the update is on the host.
         let held = held_matrix_bytes(settings, &layouts, &cut_of)?;
         let state = groups.grid_bytes(&layouts, settings.stage, &widths)?;
@@ -313,12 +313,37 @@ pub fn held_matrix_bytes(
     elems.max()?.checked_mul(size_of::<f32>() as u64)
 }
 
-/// Memory of encoded parameters and gradients.
-pub fn encoded_bytes(settings: &Settings, layouts: &GridLayout) -> u64 {
+/// Memory of encoded parameters and gradients, and of frozen units that are decoded.
+pub fn encoded_bytes(settings: &Settings, layouts: &GridLayout, passes: &[Pass]) -> u64 {
     let units = layouts.parts().units().iter();
     let largest = units.map(|unit| unit.padded_elems).max().unwrap_or(0);
     let bucket = (settings.bucket_capacity_elems as u64).min(largest);
-    settings.encoded_bytes(layouts, bucket, largest)
+    let encoded = settings.encoded_bytes(layouts, bucket, largest);
+    encoded.saturating_add(decoded_bytes(settings, layouts, passes))
+}
+
+/// Memory for frozen units in blocks: at stage 3 the gathered blocks of one, beside its elements,
+/// which gathers count; at other stages the elements of those that a pass reads.
+fn decoded_bytes(settings: &Settings, layouts: &GridLayout, passes: &[Pass]) -> u64 {
+    let units = layouts.parts().units();
+    let groups = settings.resolve_groups(layouts.parts()).ok();
+    let in_blocks = groups.map(|groups| groups.in_blocks).unwrap_or_default();
+    let of_unit = |unit: usize| {
+        let (format, _) = in_blocks.get(unit).copied().flatten()?;
+        let elems = units.get(unit)?.padded_elems;
+        match settings.stage.shards_params() {
+            true => format.bytes(elems),
+            false => elems.checked_mul(settings.widths().param_bytes),
+        }
+    };
+    let of_pass = |pass: &Pass| -> u64 {
+        let read = pass.forward_reads.iter().filter_map(|&unit| of_unit(unit));
+        match settings.stage.shards_params() {
+            true => read.max().unwrap_or(0),
+            false => read.sum(),
+        }
+    };
+    passes.iter().map(of_pass).max().unwrap_or(0)
 }
 
 /// The copy for a checkpoint. State on NVMe is saved without one.

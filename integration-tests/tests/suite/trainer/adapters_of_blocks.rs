@@ -17,6 +17,7 @@ use super::resume::{continued, same_without_a_stop};
 use super::support::{Case, groups_of, homes, shared};
 use super::tensor;
 use super::ulysses::{close, stages_agree};
+use super::volumes::{peak_bytes, planned};
 
 fn lora(targets: &[&str], dropout: f32) -> LoraConfig {
     LoraConfig {
@@ -317,6 +318,39 @@ fn base_costs_its_parameters_alone() {
             let files = bytes_below(outcome.dir.path());
             let elems = workload.config.adapter_elems();
             assert!(files < 12 * elems + 200_000, "{case:?}: {files} bytes");
+        }
+    }
+}
+
+/// The most that a rank has at once: at stage 3 a gathered unit beside its blocks, at others the
+/// decoded units of a pass.
+#[test]
+fn peak_is_known_before_the_run() {
+    for (stage, ranks) in [(0, 2), (1, 3), (2, 2), (3, 2), (3, 8)] {
+        for (oracle, lora) in [cases()[1].clone(), cases()[3].clone()] {
+            for frozen in [None, Some(BlockFormat::Nf4), Some(BlockFormat::Int8)] {
+                let case = Case {
+                    oracle,
+                    ranks,
+                    stage,
+                    steps: 2,
+                    micro_batch: 1,
+                    lora: Some(lora.clone()),
+                    dtype: DType::Bf16,
+                    quantised_frozen: frozen,
+                    ..Case::default()
+                };
+                let workload = case.tiny();
+                let outcome = case.run(&workload);
+                let planned = planned(&workload, &outcome);
+                let peak = peak_bytes(&outcome);
+                // The most units are gathered in a pass that may read none in blocks.
+                let limit = if frozen.is_some() { 16 << 10 } else { 8 << 10 };
+                assert!(
+                    planned.total().abs_diff(peak) < limit && peak < planned.total() + (8 << 10),
+                    "{case:?}: {peak} bytes, planned {planned:?}"
+                );
+            }
         }
     }
 }

@@ -100,7 +100,7 @@ fn packed_and_apart(lengths: &[usize], vocab: usize, seed: u64) -> (Batch, Batch
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(16))]
+    #![proptest_config(super::identical::cases(16))]
 
     #[test]
     fn packed_documents_do_not_see_each_other(

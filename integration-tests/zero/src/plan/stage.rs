@@ -518,7 +518,7 @@ fn memory_model(
         .saturating_add(of_matrices.saturating_sub(gathered))
         .saturating_add(device_steps(request.machine.gpus as usize).bytes(rate_sets) as u64)
         .saturating_add(settings.feedback_bytes(&over_groups))
-        .saturating_add(encoded_bytes(settings, &over_groups));
+        .saturating_add(encoded_bytes(settings, &over_groups, &request.model.passes));
     Ok(MemoryModel::state_only(settings.stage, widths)
         .placement(placement)
         .gathered_elems(peak_live_elems)
