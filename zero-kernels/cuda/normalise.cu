@@ -1,5 +1,5 @@
 // x / max(norm, least), divided in fp64 and rounded to fp32 and then to bf16; NaN if an element of x is not finite. `stats`
-// are those of grad_stats.cu for x. Host version: src/cuda/orthogonalise.rs has the formula in its tests.
+// are those of grad_stats.cu for x. Host version: `plain` of tests/launch/newton_schulz_cuda.rs.
 
 struct GradStats {
     double sum_sq;

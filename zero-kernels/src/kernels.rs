@@ -182,6 +182,14 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
     fn orthogonalise(&self, stream: &D::Stream, args: OrthogonaliseArgs)
     -> Result<(), KernelError>;
 
+    /// Whether [`Self::orthogonalise`] has all that it needs.
+    ///
+    /// # Errors
+    /// Why it refuses.
+    fn can_orthogonalise(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
     /// Elements of scratch that [`Self::orthogonalise`] needs for a matrix of this shape, such as a
     /// copy and two squares of its shorter side.
     fn orthogonalise_scratch_elems(&self, rows: usize, cols: usize) -> usize;

@@ -150,7 +150,7 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
     /// until [`ShardedOptimizer::init_masters`].
     ///
     /// # Errors
-    /// A setting is outside its range, the segments do not tile the state, the groups' runs do not
+    /// A setting is outside its range, kernels for CUDA have no products for matrices, the segments do not tile the state, the groups' runs do not
     /// tile the elements of the segments, the format does not fit the parameters, an allocation
     /// failed, or the file of offloaded state could not be made.
     pub fn build(self, segments: Vec<Segment>) -> Result<ShardedOptimizer<D>, OptimError> {
@@ -182,7 +182,7 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
         match &mut exchange {
             Some(exchange) => {
                 exchange.matrices.check(&segments, &groups)?;
-                exchange.of_waves.set_rules(groups.rules_of_matrices());
+                exchange.of_waves.set_rules(groups.rules_of_matrices())?;
             }
             None => check_elements(&segments, &groups, |_| 0)?,
         }

@@ -81,7 +81,7 @@ pub(crate) trait WaveExchange<D: Device>: Send + Sync {
     ) -> Result<Rest<'a, D>, OptimError>;
 
     /// Sets the rules of the matrices of each group.
-    fn set_rules(&mut self, rules: Vec<Option<MatrixRule>>);
+    fn set_rules(&mut self, rules: Vec<Option<MatrixRule>>) -> Result<(), OptimError>;
 }
 
 /// On the optimizer's own device: while the matrices of a wave are computed, the directions of the
@@ -104,8 +104,9 @@ impl<D: Device> WaveExchange<D> for MatrixDevice<D> {
         }))
     }
 
-    fn set_rules(&mut self, rules: Vec<Option<MatrixRule>>) {
+    fn set_rules(&mut self, rules: Vec<Option<MatrixRule>>) -> Result<(), OptimError> {
         self.rules = rules;
+        Ok(self.kernels.can_orthogonalise()?)
     }
 }
 
@@ -176,8 +177,8 @@ impl<E: Device> WaveExchange<HostDevice> for OffloadedMatrices<E> {
         }))
     }
 
-    fn set_rules(&mut self, rules: Vec<Option<MatrixRule>>) {
-        self.on.rules = rules;
+    fn set_rules(&mut self, rules: Vec<Option<MatrixRule>>) -> Result<(), OptimError> {
+        self.on.set_rules(rules)
     }
 }
 
@@ -246,7 +247,7 @@ impl<E: Device> MatrixDevice<E> {
             let group = part.matrices.group;
             let Some(rule) = self.rules.get(group).and_then(Option::as_ref) else {
                 return Err(OptimError::NoMatrixRule {
-                    unit: format!("unit {}", part.param.id.unit),
+                    unit: part.param.id.unit.to_string(),
                     group,
                 });
             };

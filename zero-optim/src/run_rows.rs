@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_that_is_cut_by_columns_takes_few_copies() {
+    fn columns_of_a_matrix_take_few_copies() {
         let whole = ParamSpec::new("w", [100, 12]);
         let cut = cut_of(1);
         let part = TensorPart::new(1, 3).unwrap();

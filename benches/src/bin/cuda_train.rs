@@ -18,7 +18,7 @@ use zero_alloc::cuda::CudaDevice;
 use zero_alloc::device::DType;
 use zero_comm::Solo;
 use zero_data::{DataSource, Dataset};
-use zero_models::cuda::matmul::ProductsOfMatrices;
+use zero_models::cuda::matmul::CublasLtProducts;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::{Masters, OptimizerConfig, StateFormat};
 use zero_shard::ZeroStage;
@@ -124,7 +124,7 @@ fn main() -> Result<(), AnyError> {
             comm.clone(),
             CudaOptions {
                 record: ops,
-                products: ProductsOfMatrices::load,
+                products: CublasLtProducts::load,
             },
             &settings,
             workload,

@@ -119,9 +119,10 @@ pub(super) fn read_optimizer(
             let [adam_lr, muon_lr] = [lr_of("adam_lr")?, lr_of("muon_lr")?];
             params.refuse(REFUSED_OF_MUON)?;
             params.ignore(IGNORED_OF_MUON, warnings)?;
-            // `lr` is that of both, unless one has its own.
+            // `lr` is that of both, unless one has its own. `"auto"` sets neither.
             let muon_lr = match (muon_lr, lr, adam_lr) {
                 (None, Some(_), None) => None,
+                (None, None, None) if params.is_auto("lr") => None,
                 (own, lr, _) => own.or(lr).or(Some(DEFAULT_MUON_LR)),
             };
             let lr = adam_lr.or(lr).unwrap_or(DEFAULT_LR_BESIDE_MUON);

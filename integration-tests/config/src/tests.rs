@@ -395,6 +395,7 @@ fn muon_has_deepspeeds_keys() {
     };
     assert_eq!(optimizer("{}"), (3e-4, 0.0, muon(Some(0.02), None, None)));
     assert_eq!(optimizer(r#"{"lr": 0.5}"#), (0.5, 0.0, DsMuon::default()));
+    assert_eq!(optimizer(r#"{"lr": "auto"}"#).2, DsMuon::default());
     assert_eq!(
         optimizer(r#"{"adam_lr": 0.5}"#),
         (0.5, 0.0, muon(Some(0.02), None, None))

@@ -8,8 +8,6 @@ use crate::{Efficiencies, Machine};
 
 /// Seconds of a kernel beyond its work: its ramp-up and its tail.
 const KERNEL_S: f64 = 4e-6;
-/// Launches of five Newton-Schulz iterations: 15 products and 5 others.
-const MATRIX_LAUNCHES: f64 = 20.0;
 /// Rows and columns of the tile of a product that one streaming multiprocessor computes at a time.
 const TILE: f64 = 128.0;
 /// Rows of scores that a host's attention computes at a time.
@@ -412,12 +410,12 @@ impl Costs<'_> {
     }
 
     /// Seconds of the products of an orthogonalised matrix, of `flops` operations in all, which is read
-    /// and written with `bytes`.
-    pub(crate) fn orthogonalise(&self, flops: u64, bytes: u64) -> f64 {
+    /// and written with `bytes`; a GPU has `launches`.
+    pub(crate) fn orthogonalise(&self, flops: u64, bytes: u64, launches: u32) -> f64 {
         let compute = flops as f64 / (self.machine.peak_flops * self.efficiencies.products);
         let launches = match self.software.attention {
             Attention::Host { .. } => 0.0,
-            _ => MATRIX_LAUNCHES * KERNEL_S,
+            _ => f64::from(launches) * KERNEL_S,
         };
         compute + bytes as f64 / self.memory() + launches
     }

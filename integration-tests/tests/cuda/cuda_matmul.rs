@@ -10,7 +10,7 @@ use zero_kernels::cuda::CudaKernels;
 use zero_kernels::{Kernels, NewtonSchulz, OrthogonaliseArgs, reference};
 use zero_models::cuda::OpError;
 use zero_models::cuda::matmul::{
-    Epilogue, LibraryError, Matmul, Matrix, Product, ProductsOfMatrices, Timing,
+    CublasLtProducts, Epilogue, LibraryError, Matmul, Matrix, Product, Timing,
 };
 
 use crate::fp64;
@@ -501,7 +501,7 @@ fn bits_are_the_same_at_all_places_that_units_have() {
 #[ignore = "needs a CUDA device"]
 fn newton_schulz_is_near_fp64() {
     let gpu = Gpu::open();
-    let products = ProductsOfMatrices::load(&gpu.device).unwrap();
+    let products = CublasLtProducts::load(&gpu.device).unwrap();
     let kernels = CudaKernels::new(&gpu.device).unwrap();
     let kernels = kernels.with_products(products);
     for (rows, cols) in [(48, 64), (64, 48), (32, 32), (33, 70)] {

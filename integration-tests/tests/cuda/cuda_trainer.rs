@@ -13,7 +13,7 @@ use zero_ckpt::Reader;
 use zero_comm::Solo;
 use zero_data::{DataSource, Dataset};
 use zero_kernels::AdamHyper;
-use zero_models::cuda::matmul::ProductsOfMatrices;
+use zero_models::cuda::matmul::CublasLtProducts;
 use zero_models::hf::HfFolder;
 use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::{DynamicScaling, LossScaling, LrSchedule, Masters, OptimizerConfig, StateFormat};
@@ -115,7 +115,7 @@ fn run_workload(
         comm,
         CudaOptions {
             record: true,
-            products: ProductsOfMatrices::load,
+            products: CublasLtProducts::load,
         },
         settings,
         workload,
@@ -655,7 +655,7 @@ fn offload_changes_no_bit() {
 /// state is on the host; the host's fp32 products are as near as 15 products in bf16 allow.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn muon_has_the_same_bits_at_all_stages_and_homes() {
+fn muon_has_equal_bits_everywhere() {
     let dir = tempfile::tempdir().unwrap();
     let with_muon = |stage, dtype, optimizer| {
         let plain = settings(stage, dtype);

@@ -51,8 +51,8 @@ pub(crate) struct Mesh<D: Device> {
     /// The ranks with this rank's shard; `None` if there is one group.
     pub(crate) replicas: Option<Replicas<D>>,
     /// The ranks among which the optimizer's state is sharded, with all their parts of tensor
-    /// parallelism, if it updates whole matrices.
-    pub(crate) matrices: Option<Arc<dyn Communicator<D>>>,
+    /// parallelism, if it updates whole matrices, and the stream of their exchanges.
+    pub(crate) matrices: Option<(Arc<dyn Communicator<D>>, D::Stream)>,
     /// The communicator of `gather` and `reduce`, if it has two levels.
     two_level: Option<Arc<TwoLevel<D>>>,
     grid: Grid,
@@ -278,7 +278,7 @@ impl<D: Device> Mesh<D> {
             .chain(self.model.tensor.iter().map(|_| &self.data))
             .chain(&self.model.tensor)
             .chain(&self.model.sequence)
-            .chain(&self.matrices)
+            .chain(self.matrices.iter().map(|(comm, _)| comm))
     }
 
     /// The bytes that this rank has sent.

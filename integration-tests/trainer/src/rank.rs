@@ -185,7 +185,14 @@ impl<D: Device> Rank<D> {
         let groups = settings.resolve_groups(&layout)?;
         state_ranks::check(settings, &groups)?;
         if groups.has_matrices() {
-            mesh.matrices = Some(split_by_shards(&*comm, &layouts, settings)?);
+            let stream = match settings.overlap {
+                true => {
+                    let name = format!("rank {} matrices", comm.rank());
+                    pool.device().create_urgent_stream(&name)?
+                }
+                false => compute.clone(),
+            };
+            mesh.matrices = Some((split_by_shards(&*comm, &layouts, settings)?, stream));
         }
         let is_sharded = settings.stage.shards_params();
         let shards = layouts.params(mesh.data.rank() as u64);
@@ -347,8 +354,10 @@ impl<D: Device> Rank<D> {
     /// All streams.
     pub(crate) fn streams(&self) -> Vec<D::Stream> {
         let collectives = self.collective_streams();
+        let matrices = self.mesh.matrices.iter().map(|(_, stream)| stream);
         std::iter::once(&self.compute)
             .chain(collectives)
+            .chain(matrices)
             .cloned()
             .collect()
     }

@@ -18,7 +18,7 @@ pub(crate) fn check(settings: &Settings, groups: &ModelGroups) -> Result<(), Tra
             "is for the matrices of whole models, and adapters are trained: use AdamW with --lora"
         }
         () if settings.graphs => {
-            "exchanges matrices in memory that is allocated and freed during the step, which CUDA graphs cannot record"
+            "exchanges matrices in memory that is allocated and freed during the step, which CUDA graphs cannot record: use --cuda-graph=false"
         }
         () => return Ok(()),
     };

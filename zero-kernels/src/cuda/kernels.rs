@@ -11,7 +11,7 @@ use zero_shard::BlockFormat;
 
 use super::every_kernel::{EVERY_KERNEL_BYTES, entries_of, every_kernel};
 use super::launch::{self, Launch, Param};
-use super::orthogonalise::{MatrixProducts, orthogonalise_scratch_elems};
+use super::orthogonalise::{MatrixProducts, Parts, orthogonalise_scratch_elems};
 use super::source::SOURCES;
 use super::{Functions, Loader, launch_blocks};
 use crate::step::RankStats;
@@ -57,6 +57,13 @@ impl CudaKernels {
             products: Some(products),
             ..self
         }
+    }
+
+    fn products(&self) -> Result<&Arc<dyn MatrixProducts>, KernelError> {
+        self.products.as_ref().ok_or(KernelError::Refused {
+            what: "orthogonalise",
+            reason: "the kernels have no matrix products: pass some to CudaKernels::with_products",
+        })
     }
 
     /// Compiles and loads all kernels and runs each once on empty ranges; afterwards no launch
@@ -182,14 +189,16 @@ unsafe impl Kernels<CudaDevice> for CudaKernels {
     ) -> Result<(), KernelError> {
         let scratch_elems = self.orthogonalise_scratch_elems(args.rows, args.cols);
         check::orthogonalise(self.id(), &args, scratch_elems)?;
-        let products = self.products.as_ref().ok_or(KernelError::Refused {
-            what: "orthogonalise",
-            reason: "the kernels have no matrix products: pass some to CudaKernels::with_products",
-        })?;
-        match scratch_elems {
-            0 => Ok(()),
-            _ => self.newton_schulz(stream, &args, products),
+        let products = self.products()?;
+        match Parts::new(args.rows, args.cols, products.workspace_bytes()) {
+            Some(parts) if scratch_elems > 0 => self.newton_schulz(stream, &args, products, parts),
+            // `check` refuses scratch memory whose size overflows.
+            _ => Ok(()),
         }
+    }
+
+    fn can_orthogonalise(&self) -> Result<(), KernelError> {
+        self.products().map(|_| ())
     }
 
     fn orthogonalise_scratch_elems(&self, rows: usize, cols: usize) -> usize {

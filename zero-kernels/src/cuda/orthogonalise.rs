@@ -88,14 +88,14 @@ pub fn orthogonalise_scratch_elems(rows: usize, cols: usize, workspace_bytes: us
 }
 
 /// The first bytes of the parts of the scratch memory, and their end.
-struct Parts {
+pub(super) struct Parts {
     firsts: [usize; 7],
     end: usize,
 }
 
 impl Parts {
     /// `None` if they overflow.
-    fn new(rows: usize, cols: usize, workspace_bytes: usize) -> Option<Self> {
+    pub(super) fn new(rows: usize, cols: usize, workspace_bytes: usize) -> Option<Self> {
         let elems = rows.checked_mul(cols)?;
         let short = rows.min(cols);
         let x = elems.checked_mul(size_of::<bf16>())?;
@@ -127,6 +127,7 @@ impl CudaKernels {
         stream: &CudaStream,
         args: &OrthogonaliseArgs,
         products: &Arc<dyn MatrixProducts>,
+        Parts { firsts, .. }: Parts,
     ) -> Result<(), KernelError> {
         let OrthogonaliseArgs {
             rows,
@@ -138,10 +139,6 @@ impl CudaKernels {
         let elems = rows * cols;
         let short = rows.min(cols);
         let workspace_bytes = products.workspace_bytes();
-        // `check` compared the scratch memory with these sizes.
-        let Some(Parts { firsts, .. }) = Parts::new(rows, cols, workspace_bytes) else {
-            return Ok(());
-        };
         let scratch = args.scratch.erase().bytes();
         let to_align = scratch.as_ptr().addr().wrapping_neg() % ALIGN_BYTES;
         let part = |nth: usize, len: usize, dtype: DType| {
@@ -206,7 +203,7 @@ impl CudaKernels {
                 true => [polynomial, x],
                 false => [x, polynomial],
             };
-            let of_x = MatrixProduct {
+            let of_next = MatrixProduct {
                 sizes: [rows, cols, short],
                 left,
                 right,
@@ -215,7 +212,7 @@ impl CudaKernels {
                 add_scale: a,
                 ..product
             };
-            for product in [of_gram, of_polynomial, of_x] {
+            for product in [of_gram, of_polynomial, of_next] {
                 products.enqueue(stream, &product, workspace)?;
             }
             now = 1 - now;

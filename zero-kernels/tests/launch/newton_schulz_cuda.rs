@@ -230,6 +230,7 @@ pub fn refused_without_products(rig: &Rig<CudaDevice>) {
             .map_err(|error| error.to_string())
     };
     let all = scratch.slice();
+    assert!(with.can_orthogonalise().is_ok() && without.can_orthogonalise().is_err());
     let error = run(&without, all).unwrap_err();
     assert!(error.contains("CudaKernels::with_products"), "{error}");
     let error = run(&with, all.slice(1..all.len())).unwrap_err();

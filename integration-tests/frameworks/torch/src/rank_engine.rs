@@ -18,7 +18,7 @@ use zero_comm::{Communicator, PrefetchOptions};
 use zero_kernels::Muon;
 use zero_kernels::cuda::CudaKernels;
 use zero_kernels::host::HostKernels;
-use zero_models::cuda::matmul::ProductsOfMatrices;
+use zero_models::cuda::matmul::CublasLtProducts;
 use zero_optim::framework::{Builder, FrameworkError, HeldUnit, Rank, Step, Zero};
 use zero_optim::{GroupRules, Matrix, Moments, OptimizerConfig, StateFormat};
 use zero_shard::ZeroStage;
@@ -182,7 +182,7 @@ impl Made<'_> {
         let (_, bytes) = device.memory_bytes().map_err(failed)?;
         let kernels = CudaKernels::new(&device).map_err(failed)?;
         let kernels = Arc::new(match self.muon {
-            Some(_) => kernels.with_products(ProductsOfMatrices::load(&device).map_err(failed)?),
+            Some(_) => kernels.with_products(CublasLtProducts::load(&device).map_err(failed)?),
             None => kernels,
         });
         let pool = Pool::new(device.clone(), bytes);

@@ -79,8 +79,10 @@ impl Dropout {
             limits,
             site,
             first_line,
+            first_column,
             ..
         } = dropout;
+        check_len("dropout: first column", first_column, 0)?;
         check_len("dropout: keys", keys.len(), 2 * batch)?;
         let factor = limits.factor.to_bits();
         Ok([
@@ -139,7 +141,8 @@ pub fn add_residual(
         0 => columns(n, &[y, x, residual.unwrap_or(y)]),
         _ => 1,
     };
-    let [keys, dropout, first_row, seq] = Dropout::of_rows(dropout, rows)?;
+    let from_0 = dropout.map(|dropout| dropout.from_column(0));
+    let [keys, dropout, first_row, seq] = Dropout::of_rows(from_0, rows)?;
     let residual = match residual {
         Some(residual) => ops.stored("dropout: residual", residual, rows * n)?,
         None => 0u64.into(),

@@ -61,7 +61,7 @@ impl OperationCosts<'_> {
                     .slows(collective.ranks > 1)
                     .shares(link)
             }
-            "orthogonalise" => computes(costs.orthogonalise(work.flops, work.bytes)),
+            "orthogonalise" => computes(costs.orthogonalise(work.flops, work.bytes, work.class)),
             "flags" | "upload" | "download" | "rank_stats" | "advance_step" => Cost::default(),
             "copy to or from the host" => {
                 Cost::ns(work.bytes as f64 / machine.host_link_bytes_per_s * 1e9)
@@ -101,7 +101,7 @@ impl OperationCosts<'_> {
             }
             "orthogonalise" => {
                 let work = operation.work;
-                let core_s = costs.orthogonalise(work.flops, work.bytes) * cores;
+                let core_s = costs.orthogonalise(work.flops, work.bytes, work.class) * cores;
                 on_cores(core_s + launch_s, of_all)
             }
             "adam" | "adam_remainder" | "muon_direction" | "muon_apply" | "cast" | "cast_rows"

@@ -31,7 +31,7 @@ unsafe impl<D: Device<Stream = HostStream>> Kernels<D> for ScheduledKernels {
         enqueue(stream, rule.label(&args.form()), args.bytes())
     }
 
-    /// Reads and writes the matrix; each iteration has products `[s, s, l]`, `[s, s, s]` and
+    /// Reads and writes the matrix; the class is the number of launches. Each iteration has products `[s, s, l]`, `[s, s, s]` and
     /// `[s, l, s]` of its shorter side s and its longer side l.
     fn orthogonalise(
         &self,
@@ -42,7 +42,8 @@ unsafe impl<D: Device<Stream = HostStream>> Kernels<D> for ScheduledKernels {
         let short = args.rows.min(args.cols);
         let of_iteration = 4 * args.rows * args.cols * short + 2 * short.pow(3);
         let flops = u64::from(args.rule.steps) * of_iteration as u64;
-        let work = Work::bytes(bytes as u64).flops(flops);
+        let launches = 3 * args.rule.steps + 5;
+        let work = Work::bytes(bytes as u64).flops(flops).class(launches);
         Ok(stream.enqueue_sized("orthogonalise", work, || Ok(()))?)
     }
 

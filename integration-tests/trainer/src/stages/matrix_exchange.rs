@@ -14,7 +14,7 @@ use crate::settings::Settings;
 impl<D: Device> Rank<D> {
     /// The matrices of this rank's part of the state, if there are any, and their exchange.
     pub(crate) fn matrices(&self) -> Result<Option<(Matrices, CommExchange<D>)>, TrainError> {
-        let Some(comm) = &self.mesh.matrices else {
+        let Some((comm, stream)) = &self.mesh.matrices else {
             return Ok(None);
         };
         let part = match &self.tensor {
@@ -27,14 +27,7 @@ impl<D: Device> Rank<D> {
         };
         let place = (self.index(), part);
         let matrices = matrices(&self.settings, &self.groups, &self.layouts, place, whole_of)?;
-        let stream = match self.settings.overlap {
-            true => {
-                let name = format!("rank {} matrices", self.comm.rank());
-                self.pool.device().create_urgent_stream(&name)?
-            }
-            false => self.compute.clone(),
-        };
-        let exchange = CommExchange::new(Arc::clone(comm), stream);
+        let exchange = CommExchange::new(Arc::clone(comm), stream.clone());
         Ok(Some((matrices, exchange)))
     }
 }

@@ -17,7 +17,7 @@ use super::start_ranks::start_ranks;
 use crate::error::CliError;
 use crate::memory;
 use crate::settings::args::TrainArgs;
-use zero_models::cuda::matmul::ProductsOfMatrices;
+use zero_models::cuda::matmul::CublasLtProducts;
 use zero_trainer::{CudaOptions, run_on_cuda};
 
 /// NCCL settings that let ranks share a GPU and limit the size of each rank's kernels; the user's
@@ -89,7 +89,7 @@ fn run_rank(
                 Arc::clone(&comm),
                 CudaOptions {
                     record: setup.is_recorded(),
-                    products: ProductsOfMatrices::load,
+                    products: CublasLtProducts::load,
                 },
                 &setup.settings,
                 &setup.workload,

@@ -24,13 +24,13 @@ use zero_alloc::Purpose;
 use zero_alloc::cuda::{CudaDevice, CudaStream};
 use zero_alloc::device::{AnySlice, DType, DeviceError, Memory};
 
-use super::error::{OpError, check_len};
+use super::error::{OpError, at_least, check_len};
 use library::{Algorithm, CublasLt};
 use product::{Addresses, Attribute, Description, Layouts, MatrixLayout, data_type};
 use product_operands::{Key, alignment, check};
 
 pub use super::error::LibraryError;
-pub use of_matrices::{PRODUCTS_WORKSPACE_BYTES, ProductsOfMatrices};
+pub use of_matrices::{CublasLtProducts, PRODUCTS_WORKSPACE_BYTES};
 pub use product_operands::{Epilogue, Matrix, Product};
 pub use timing::{FOLDER_VARIABLE, TIMING_VARIABLE, Timing};
 
@@ -97,13 +97,9 @@ impl Matmul {
     /// [`LibraryError::NotFound`], the library does not support this device, or the workspace is
     /// not aligned.
     pub fn new(device: &CudaDevice, workspace: AnySlice) -> Result<Self, OpError> {
-        check_len(
-            "matmul: workspace's address modulo 256",
-            workspace.as_ptr().addr() % 256,
-            0,
-        )?;
-        workspace.check_device("matmul: workspace", device.id())?;
-        Self::with_limit(device, workspace.bytes(), workspace.len_bytes())
+        let matmul = Self::with_limit(device, workspace.bytes(), workspace.len_bytes())?;
+        matmul.check_workspace(workspace)?;
+        Ok(matmul)
     }
 
     /// With a workspace of at most `workspace_bytes`.
@@ -168,6 +164,7 @@ impl Matmul {
         product: &Product,
         workspace: AnySlice,
     ) -> Result<(), OpError> {
+        self.check_workspace(workspace)?;
         let key = check(product)?;
         let mut plans = self.plans.lock();
         let plan = self.plan(&mut plans, key, product)?;
@@ -212,6 +209,15 @@ impl Matmul {
         };
 
         Ok(stream.labelled(product.label(), enqueue)?)
+    }
+
+    /// Checks the place and the size of a workspace.
+    fn check_workspace(&self, workspace: AnySlice) -> Result<(), OpError> {
+        let what = "matmul: workspace's address modulo 256";
+        check_len(what, workspace.as_ptr().addr() % 256, 0)?;
+        workspace.check_device("matmul: workspace", self.device.id())?;
+        let bytes = workspace.len_bytes();
+        at_least("matmul: workspace", bytes, self.workspace_bytes)
     }
 
     /// Enqueues the product with its result in `out` and an algorithm that was chosen for the plan.

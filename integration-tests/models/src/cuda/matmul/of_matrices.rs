@@ -14,9 +14,9 @@ pub const PRODUCTS_WORKSPACE_BYTES: usize = LEAST_WORKSPACE_BYTES as usize;
 
 /// Products by the algorithm that the library proposes first, so the same on all cards of a kind.
 #[derive(Debug)]
-pub struct ProductsOfMatrices(Matmul);
+pub struct CublasLtProducts(Matmul);
 
-impl ProductsOfMatrices {
+impl CublasLtProducts {
     /// Loads the library.
     ///
     /// # Errors
@@ -35,15 +35,16 @@ fn kernel_error(error: OpError) -> KernelError {
         OpError::Kernel(error) => error,
         OpError::Device(error) => error.into(),
         error => {
-            let message = error.to_string();
+            let message =
+                format!("{error}; Muon needs products in bf16: use AdamW where there are none");
             let call = "a product of matrices";
             DeviceError::Driver { call, message }.into()
         }
     }
 }
 
-// SAFETY: `Matmul` checks lengths and devices, and enqueues one product.
-unsafe impl MatrixProducts for ProductsOfMatrices {
+// SAFETY: `Matmul` checks lengths and devices, also of the workspace, and enqueues one product.
+unsafe impl MatrixProducts for CublasLtProducts {
     fn workspace_bytes(&self) -> usize {
         PRODUCTS_WORKSPACE_BYTES
     }

@@ -75,10 +75,12 @@ pub(crate) fn partial_elems(config: &DecoderConfig, options: &ModelOptions) -> u
     config.partial_elems(options) + 2 * biases * config.width
 }
 
-/// Whether the library fuses GELU into the product. Not used in fp32, where its accuracy is not
-/// specified.
-fn fuses_gelu(ops: &Ops, product: &Product) -> Result<bool, OpError> {
-    Ok(ops.kernels.dtype() != DType::F32 && ops.matmul.supports(product)?)
+/// Whether the library fuses GELU into the product of `layer`. Not used in fp32, where its accuracy
+/// is not specified, nor with adapters, whose sums are an addend: no GPU has shown that the library
+/// adds and fuses.
+fn fuses_gelu(ops: &Ops, layer: &Linear<'_>, product: &Product) -> Result<bool, OpError> {
+    let may_fuse = ops.kernels.dtype() != DType::F32 && layer.adapters.is_empty();
+    Ok(may_fuse && ops.matmul.supports(product)?)
 }
 
 impl<'a> Block<'a> {
@@ -151,7 +153,7 @@ impl<'a> Block<'a> {
             },
             ..product
         };
-        if fuses_gelu(ops, &fused)? {
+        if fuses_gelu(ops, &self.up, &fused)? {
             return Ok(self.up.run_forward(&fused)?);
         }
         self.up.run_forward(&product)?;
@@ -452,7 +454,7 @@ impl<'a> Block<'a> {
         let dup = s.wide.slice(0..a.up.len());
         let product = self.down.input_gradient(dup, dout);
         let fused = product.with(Epilogue::GeluBackward { input: a.up });
-        if fuses_gelu(ops, &fused)? {
+        if fuses_gelu(ops, &self.down, &fused)? {
             self.down.run_input_gradient(&fused)?;
         } else {
             self.down.run_input_gradient(&product)?;
