@@ -10,7 +10,6 @@ use zero_shard::{
 };
 
 use super::args::{Architecture, PlanArgs};
-use super::stage::largest;
 use crate::error::CliError;
 use crate::flags::{check_positive, check_seq_len, find_config};
 use crate::settings::args::{Collectives, TrainArgs};
@@ -400,7 +399,10 @@ impl PlanRequest {
         match self.run.resolve_groups(layout) {
             Ok(groups) => groups.largest_trained(layout),
             // The names of a model of assumed shape are not those of rules.
-            Err(_) => largest(layout, |unit| unit.padded_elems),
+            Err(_) => {
+                let units = layout.units().iter();
+                units.map(|unit| unit.padded_elems).max().unwrap_or(0)
+            }
         }
     }
 

@@ -588,7 +588,7 @@ fn matmul_workspace_bytes(request: &PlanRequest) -> u64 {
 }
 
 /// The largest of a unit's sizes.
-pub(crate) fn largest(layout: &Layout, size: impl Fn(&UnitLayout) -> u64) -> u64 {
+fn largest(layout: &Layout, size: impl Fn(&UnitLayout) -> u64) -> u64 {
     layout.units().iter().map(size).max().unwrap_or(0)
 }
 
