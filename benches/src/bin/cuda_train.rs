@@ -19,17 +19,19 @@ use zero_alloc::device::DType;
 use zero_comm::Solo;
 use zero_data::{DataSource, Dataset};
 use zero_models::cuda::matmul::CublasLtProducts;
+use zero_models::lora::{ALL_LINEAR, LoraConfig};
 use zero_models::{ModelConfig, ModelOptions};
 use zero_optim::{Masters, OptimizerConfig, StateFormat};
 use zero_shard::ZeroStage;
 use zero_trainer::{
-    CudaOptions, Home, OffloadSettings, RankSummary, RunOptions, Settings, StepMetrics, run_on_cuda,
+    CudaOptions, Home, MuonSettings, OffloadSettings, RankSummary, RunOptions, Settings,
+    StepMetrics, run_on_cuda,
 };
 
 type AnyError = Box<dyn std::error::Error>;
 
 const USAGE: &str = "usage: cuda_train MODEL BATCH SEQ STAGE STEPS [fp32|bf16] [graph] [ops] [offload] [remainder] \
-     [recompute-gelu]";
+     [recompute-gelu] [muon | lora]";
 /// Warm-up steps, which do not count.
 const WARM_STEPS: usize = 5;
 
@@ -61,7 +63,21 @@ fn main() -> Result<(), AnyError> {
     };
     let format = StateFormat::default().masters(masters);
 
+    let has = |flag: &str| flags.iter().any(|f| f == flag);
+    let lora = LoraConfig {
+        r: 16,
+        alpha: 32.0,
+        dropout: 0.0,
+        rslora: false,
+        targets: vec![ALL_LINEAR.to_owned()],
+    };
+    let config = ModelConfig::preset(model)?.with_lora(has("lora").then_some(lora))?;
     let settings = Settings {
+        adapters: has("lora").then(|| config.adapter_units()),
+        muon: MuonSettings {
+            by_default: has("muon"),
+            ..MuonSettings::new(zero_models::matrices_of)
+        },
         bucket_capacity_elems: 1 << 25,
         optimizer: OptimizerConfig::default().max_grad_norm(1.0),
         graphs: flags.iter().any(|f| f == "graph"),
@@ -89,7 +105,6 @@ fn main() -> Result<(), AnyError> {
     };
 
     let folder = tempfile::tempdir()?;
-    let config = ModelConfig::preset(model)?;
     let tokens = folder.path().join("tokens.bin");
     write_tokens(
         &tokens,
@@ -140,7 +155,7 @@ fn main() -> Result<(), AnyError> {
             "device": device.name(), "model": model, "batch": batch, "seq": seq, "stage": stage.number(),
             "dtype": dtype.name(), "recompute_gelu": workload.options.recompute_gelu, "step_ms": step_ms,
             "tokens_per_s": (batch * seq) as f64 / step_ms * 1e3, "peak_bytes": last.memory.peak_bytes,
-            "loss": last.loss, "recorded": ops,
+            "loss": last.loss, "recorded": ops, "muon": has("muon"), "lora": has("lora"),
         });
         println!("{line}");
         Ok(summary)
