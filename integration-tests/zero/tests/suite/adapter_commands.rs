@@ -227,7 +227,7 @@ fn what_is_not_built_is_refused() {
         ),
         ("peft_type", json!("IA3"), "\"peft_type\" is \"IA3\""),
         ("a_later_key", json!(3), "\"a_later_key\" is 3"),
-        ("target_modules", json!("all-linear"), "a list of names"),
+        ("target_modules", json!("q_.*"), "a list of names"),
         (
             "target_modules",
             json!(["q_proj", "v_proj"]),
