@@ -112,6 +112,8 @@ pub(super) fn read_optimizer(
         _ => ([0.9, 0.999], 1e-8),
     };
     let [beta1, beta2] = betas(&mut params)?.unwrap_or(default_betas);
+    // Values that are read are no longer in the block.
+    let lr_is_auto = params.is_auto("lr");
     let mut lr_of = |key| params.number_in(key, 0.0..=f64::MAX, not_negative);
     let lr = lr_of("lr")?;
     let (lr, muon) = match family {
@@ -122,7 +124,7 @@ pub(super) fn read_optimizer(
             // `lr` is that of both, unless one has its own. `"auto"` sets neither.
             let muon_lr = match (muon_lr, lr, adam_lr) {
                 (None, Some(_), None) => None,
-                (None, None, None) if params.is_auto("lr") => None,
+                (None, None, None) if lr_is_auto => None,
                 (own, lr, _) => own.or(lr).or(Some(DEFAULT_MUON_LR)),
             };
             let lr = adam_lr.or(lr).unwrap_or(DEFAULT_LR_BESIDE_MUON);
