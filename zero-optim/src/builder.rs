@@ -150,9 +150,10 @@ impl<'a, D: Device> OptimizerBuilder<'a, D> {
     /// until [`ShardedOptimizer::init_masters`].
     ///
     /// # Errors
-    /// A setting is outside its range, kernels for CUDA have no products for matrices, the segments do not tile the state, the groups' runs do not
-    /// tile the elements of the segments, the format does not fit the parameters, an allocation
-    /// failed, or the file of offloaded state could not be made.
+    /// A setting is outside its range, kernels for CUDA have no products for matrices, the segments
+    /// do not tile the state, the groups' runs do not tile the elements of the segments, the format
+    /// does not fit the parameters, an allocation failed, or the file of offloaded state could not
+    /// be made.
     pub fn build(self, segments: Vec<Segment>) -> Result<ShardedOptimizer<D>, OptimError> {
         let Self {
             pool,

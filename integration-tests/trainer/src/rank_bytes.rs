@@ -18,9 +18,9 @@ use crate::model::Pass;
 use crate::offload::settings::OffloadSettings;
 use crate::rank::uses;
 use crate::settings::Settings;
-use crate::stages::matrix_exchange;
 use crate::stages::optimizer::device_steps;
 use crate::stages::places::places;
+use crate::stages::rank_matrices;
 
 /// The alignment of transfers to and from NVMe, in elements: 4 KiB of 16-bit parts.
 const PIECE_ALIGN_ELEMS: u64 = 2048;
@@ -279,7 +279,7 @@ pub fn planned_matrices(
         Some((whole, cut))
     };
     let first = (0, TensorPart::new(0, parts)?);
-    matrix_exchange::matrices(settings, &groups, layouts, first, whole_of).map(Some)
+    rank_matrices::matrices(settings, &groups, layouts, first, whole_of).map(Some)
 }
 
 /// Buffers of the update of matrices on the rank that has the most; `scratch_elems` is that of its

@@ -11,7 +11,7 @@ use zero_shard::BlockFormat;
 
 use super::every_kernel::{EVERY_KERNEL_BYTES, entries_of, every_kernel};
 use super::launch::{self, Launch, Param};
-use super::orthogonalise::{MatrixProducts, Parts, orthogonalise_scratch_elems};
+use super::newton_schulz::{MatrixProducts, Parts, orthogonalise_scratch_elems};
 use super::source::SOURCES;
 use super::{Functions, Loader, launch_blocks};
 use crate::step::RankStats;

@@ -140,18 +140,20 @@ fn unknown_costs_are_not_simulated() {
     }
 }
 
+/// Of a step on 4 H100s, and of its collectives.
+fn ms_of_stage_2(flags: &str) -> [f64; 2] {
+    let report = json(&format!("{LINE} h100-80g:4x1 {flags}"));
+    let simulated = stage(&report, 2);
+    ["step_ms", "links_ms"].map(|key| simulated[key].as_f64().unwrap())
+}
+
 /// A frozen matrix has no gradient: a third of a block's products are left out, and those of adapters
 /// are small. Of their exchange little is left but its latency.
 #[test]
 fn adapters_cost_less_than_training_all() {
-    let step = |flags: &str| {
-        let report = json(&format!("{LINE} h100-80g:4x1 {flags}"));
-        let simulated = stage(&report, 2);
-        ["step_ms", "links_ms"].map(|key| simulated[key].as_f64().unwrap())
-    };
-    let [all, links] = step("");
-    let [attention, fewer] = step("--lora r=8,targets=c_attn");
-    let [every, _] = step("--lora r=8,targets=c_attn,c_proj,c_fc");
+    let [all, links] = ms_of_stage_2("");
+    let [attention, fewer] = ms_of_stage_2("--lora r=8,targets=c_attn");
+    let [every, _] = ms_of_stage_2("--lora r=8,targets=c_attn,c_proj,c_fc");
     assert!(
         0.6 * all < attention && attention < 0.8 * all,
         "{attention} {all}"
@@ -164,17 +166,12 @@ fn adapters_cost_less_than_training_all() {
 /// all-to-alls of shared sequences keep their sizes beside those of matrices.
 #[test]
 fn newton_schulz_costs_its_products() {
-    let step = |flags: &str| {
-        let report = json(&format!("{LINE} h100-80g:4x1 {flags}"));
-        let simulated = stage(&report, 2);
-        ["step_ms", "links_ms"].map(|key| simulated[key].as_f64().unwrap())
-    };
     let of_matrix = |short: f64, long: f64| 4.0 * short * short * long + 2.0 * short.powi(3);
     let of_block = 4.0 * of_matrix(768.0, 768.0) + 2.0 * of_matrix(768.0, 3072.0);
     let at_peak_ms = 12.0 * 5.0 * of_block / 4.0 / 989e12 * 1e3;
     for flags in ["", "--ulysses 2"] {
-        let [adamw, links] = step(flags);
-        let [muon, more_links] = step(&format!("{flags} --optimizer muon"));
+        let [adamw, links] = ms_of_stage_2(flags);
+        let [muon, more_links] = ms_of_stage_2(&format!("{flags} --optimizer muon"));
         let more = muon - adamw;
         assert!(
             at_peak_ms < more && more < 8.0 * at_peak_ms,
