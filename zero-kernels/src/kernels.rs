@@ -173,9 +173,9 @@ pub unsafe trait Kernels<D: Device>: Send + Sync {
         args: UpdateArgs,
     ) -> Result<(), KernelError>;
 
-    /// Replaces a matrix by `scale` times [`NewtonSchulz`] of it: the same bits at any alignment and
-    /// row stride, with any number of threads. A matrix that is not finite becomes NaN. The host
-    /// computes in fp32, and CUDA in bf16 with sums in fp32, as `torch.optim.Muon` does.
+    /// Replaces a matrix by `scale` times [`NewtonSchulz`] of it: the same bits at any alignment
+    /// and row stride, with any number of threads. A matrix that is not finite becomes NaN. The
+    /// host computes in fp32, and CUDA in bf16 with sums in fp32, as `torch.optim.Muon` does.
     ///
     /// # Errors
     /// See [`KernelError`].

@@ -174,7 +174,8 @@ impl Matrices {
     /// updates of all units at once do better without, since ranks then have matrices of several
     /// units to share.
     ///
-    /// In the exchange ([`AllToAll`](crate::AllToAll)) shards are in order, and of one shard the parts.
+    /// In the exchange ([`AllToAll`](crate::AllToAll)) shards are in order, and of one shard the
+    /// parts.
     ///
     /// # Errors
     /// The matrices of a parameter do not have its elements, each once, or its parts have another

@@ -202,8 +202,8 @@ impl<E: Device> MatrixDevice<E> {
         Ok(pool.allocate(elems, DType::F32, Purpose::Workspace, stream)?)
     }
 
-    /// Sends the directions of a wave to the updaters: those for this rank, which have arrived at the
-    /// event.
+    /// Sends the directions of a wave to the updaters: those for this rank, which have arrived at
+    /// the event.
     fn to_updaters(
         &self,
         stream: &E::Stream,

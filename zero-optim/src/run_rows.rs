@@ -1,5 +1,5 @@
-//! Runs of a parameter's part at equal distances, which one operation copies: of a matrix that is cut
-//! by columns they are its rows.
+//! Runs of a parameter's part at equal distances, which one operation copies: of a matrix that is
+//! cut by columns they are its rows.
 
 use std::ops::Range;
 

@@ -409,8 +409,8 @@ impl Costs<'_> {
         }
     }
 
-    /// Seconds of the products of an orthogonalised matrix, of `flops` operations in all, which is read
-    /// and written with `bytes`; a GPU has `launches`.
+    /// Seconds of the products of an orthogonalised matrix, of `flops` operations in all, which is
+    /// read and written with `bytes`; a GPU has `launches`.
     pub(crate) fn orthogonalise(&self, flops: u64, bytes: u64, launches: u32) -> f64 {
         let compute = flops as f64 / (self.machine.peak_flops * self.efficiencies.products);
         let launches = match self.software.attention {

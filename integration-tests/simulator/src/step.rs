@@ -406,9 +406,9 @@ impl StepSchedules {
         })
     }
 
-    /// The operation with its size for this micro-batch, where one was recorded `before` it: sums of
-    /// tensor parallelism and attention's all-to-alls, which are behind a part of a pass. Those of
-    /// quantised gradients and of matrices are as recorded.
+    /// The operation with its size for this micro-batch, where one was recorded `before` it: sums
+    /// of tensor parallelism and attention's all-to-alls, which are behind a part of a pass. Those
+    /// of quantised gradients and of matrices are as recorded.
     fn of_micro_batch(&self, before: Option<Operation>, operation: &Operation) -> Operation {
         let run = &self.run;
         let label = before.map(|before| before.label);

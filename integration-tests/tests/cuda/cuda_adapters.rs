@@ -1,5 +1,5 @@
-//! Adapters on a frozen model: the host's losses and gradients, and the same bits with checkpointing and
-//! recording.
+//! Adapters on a frozen model: the host's losses and gradients, and the same bits with
+//! checkpointing and recording.
 
 use zero_alloc::device::DType;
 use zero_models::lora::LoraConfig;

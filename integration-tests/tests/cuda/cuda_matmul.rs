@@ -496,7 +496,8 @@ fn bits_are_the_same_at_all_places_that_units_have() {
     assert!(at(0) == at(16));
 }
 
-/// Newton-Schulz iterations by the library's products: within the rounding of bf16 of those in fp64.
+/// Newton-Schulz iterations by the library's products: within the rounding of bf16 of those in
+/// fp64.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn newton_schulz_is_near_fp64() {

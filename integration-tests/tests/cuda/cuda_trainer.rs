@@ -394,8 +394,8 @@ fn dropout_learns_as_on_the_host() {
     assert_eq!(all[0], all[1]);
 }
 
-/// Adapters on a frozen base, which may be in blocks, have the host's losses and values, and the same
-/// bits at all stages, recorded and with checkpointing.
+/// Adapters on a frozen base, which may be in blocks, have the host's losses and values, and the
+/// same bits at all stages, recorded and with checkpointing.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn adapters_learn_as_on_the_host() {
@@ -651,8 +651,8 @@ fn offload_changes_no_bit() {
     }
 }
 
-/// Muon's matrices are orthogonalised on the device, with the same bits at every stage and where the
-/// state is on the host; the host's fp32 products are as near as 15 products in bf16 allow.
+/// Muon's matrices are orthogonalised on the device, with the same bits at every stage and where
+/// the state is on the host; the host's fp32 products are as near as 15 products in bf16 allow.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn muon_has_equal_bits_everywhere() {

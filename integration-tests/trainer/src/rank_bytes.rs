@@ -120,7 +120,8 @@ impl RankBytes {
     }
 
     /// The host memory of a rank whose device is a GPU, with `checkpoints` bytes of activation
-    /// checkpoints on the host; `cut_of` as for [`Self::new`]. `None` if a sum does not fit 64 bits.
+    /// checkpoints on the host; `cut_of` as for [`Self::new`]. `None` if a sum does not fit 64
+    /// bits.
     pub fn host_of_gpu(
         settings: &Settings,
         layout: &Layout,

@@ -137,8 +137,8 @@ fn cuda_ranks_follow_the_host() {
     }
 }
 
-/// Matrices are joined from the shards of ranks and from their parts, and orthogonalised by products
-/// in bf16; the host's are in fp32.
+/// Matrices are joined from the shards of ranks and from their parts, and orthogonalised by
+/// products in bf16; the host's are in fp32.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_matrices_follow_the_host() {
@@ -437,8 +437,8 @@ fn cuda_ranks_replay_their_steps_with_the_same_bits() {
     }
 }
 
-/// Adapters on a base in 4 bits: a run that ends and goes on has the losses of one that does not. The
-/// host trains them on.
+/// Adapters on a base in 4 bits: a run that ends and goes on has the losses of one that does not.
+/// The host trains them on.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn cuda_ranks_resume_adapters() {

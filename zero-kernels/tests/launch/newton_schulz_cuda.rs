@@ -1,5 +1,5 @@
-//! Newton-Schulz on CUDA with plain products: the bits of a plain loop that rounds to bf16 where the
-//! device does, at any stride and alignment.
+//! Newton-Schulz on CUDA with plain products: the bits of a plain loop that rounds to bf16 where
+//! the device does, at any stride and alignment.
 
 use std::sync::Arc;
 

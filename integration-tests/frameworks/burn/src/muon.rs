@@ -13,12 +13,12 @@ use zero_optim::{GroupRules, Matrix};
 use crate::tensors::{Result, setting};
 
 /// Sets [`Muon`] for the matrices of hidden layers, with `lr_scale` times the learning rate of
-/// `builder`; all other parameters keep its AdamW. A parameter has Muon if it has two dimensions and
-/// `is_hidden` accepts its path, such as `layers.3.pwff.linear_inner.weight`. The last layer should
-/// keep AdamW.
+/// `builder`; all other parameters keep its AdamW. A parameter has Muon if it has two dimensions
+/// and `is_hidden` accepts its path, such as `layers.3.pwff.linear_inner.weight`. The last layer
+/// should keep AdamW.
 ///
-/// A matrix is `[inputs, outputs]`, as in burn's layers. This replaces the groups and the matrices of
-/// `builder`; [`Builder::matrices`] behind it may split what is fused.
+/// A matrix is `[inputs, outputs]`, as in burn's layers. This replaces the groups and the matrices
+/// of `builder`; [`Builder::matrices`] behind it may split what is fused.
 ///
 /// # Errors
 /// `is_hidden` accepts an embedding, or no matrix.

@@ -74,8 +74,8 @@ pub(crate) struct Param {
     pub(crate) is_embedding: bool,
 }
 
-/// Whether these are the initial values that `candle_nn::embedding`, and no other layer of candle_nn,
-/// requests.
+/// Whether these are the initial values that `candle_nn::embedding`, and no other layer of
+/// candle_nn, requests.
 fn is_of_embedding(init: Init) -> bool {
     matches!(
         init,

@@ -18,8 +18,8 @@ pub struct ZeroMuon {
     pub rule: Muon,
     /// Its learning rate, as a factor of AdamW's.
     pub lr_scale: f64,
-    /// Whether a parameter is of a hidden layer, by its name: those of two dimensions have Muon. The
-    /// last layer should keep AdamW.
+    /// Whether a parameter is of a hidden layer, by its name: those of two dimensions have Muon.
+    /// The last layer should keep AdamW.
     pub is_hidden: fn(&str) -> bool,
     /// The matrices of a parameter, by its name and as one matrix: split what is fused, such as
     /// queries, keys and values ([`Matrix::split`]).

@@ -97,8 +97,8 @@ impl Drop for Engine {
     }
 }
 
-/// A parameter: full name, unit, shape, position of its group, and whether, of two dimensions, it has
-/// the inputs first, as transformers' Conv1D.
+/// A parameter: full name, unit, shape, position of its group, and whether, of two dimensions, it
+/// has the inputs first, as transformers' Conv1D.
 type Param = (String, String, Vec<u64>, usize, bool);
 
 /// A unit: name, elements with padding, and the parameters in it with their first elements.

@@ -121,8 +121,8 @@ impl Dropout {
     }
 }
 
-/// `y = residual + dropout(x)` for rows of `n` elements; what is `None` is left out. `y` may be `x` or
-/// `residual`.
+/// `y = residual + dropout(x)` for rows of `n` elements; what is `None` is left out. `y` may be `x`
+/// or `residual`.
 ///
 /// # Errors
 /// Lengths or types do not fit, or the stream failed.

@@ -207,11 +207,11 @@ impl Norm {
     }
 }
 
-/// Adds the gradient of x to `dx`. Sums those of the gain and, of a layer norm, of the bias over the
-/// rows into `sums`; a third place of a layer norm receives the sums of `dx` as it is before the call:
-/// the gradient of a bias that was added after x. Without places nothing is summed. Writes the norm's
-/// output again, with the bits of [`forward`], to `output` if it is not `None`. The order of every sum
-/// depends only on the sizes.
+/// Adds the gradient of x to `dx`. Sums those of the gain and, of a layer norm, of the bias over
+/// the rows into `sums`; a third place of a layer norm receives the sums of `dx` as it is before
+/// the call: the gradient of a bias that was added after x. Without places nothing is summed.
+/// Writes the norm's output again, with the bits of [`forward`], to `output` if it is not `None`.
+/// The order of every sum depends only on the sizes.
 ///
 /// # Errors
 /// Lengths, types or sizes do not fit, or the stream failed.

@@ -54,7 +54,8 @@ pub(crate) struct AdapterRanges {
 }
 
 impl AdapterRanges {
-    /// The first of the rank's inputs among all of the module: of a second matrix the rank has some.
+    /// The first of the rank's inputs among all of the module: of a second matrix the rank has
+    /// some.
     pub(crate) fn first_input(&self, r: usize, tensor: TensorRank) -> usize {
         match self.partial[1].is_empty() {
             true => 0,

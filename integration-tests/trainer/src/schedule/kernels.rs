@@ -31,8 +31,9 @@ unsafe impl<D: Device<Stream = HostStream>> Kernels<D> for ScheduledKernels {
         enqueue(stream, rule.label(&args.form()), args.bytes())
     }
 
-    /// Reads and writes the matrix; the class is the number of launches. Each iteration has products `[s, s, l]`, `[s, s, s]` and
-    /// `[s, l, s]` of its shorter side s and its longer side l.
+    /// Reads and writes the matrix; the class is the number of launches. Each iteration has
+    /// products `[s, s, l]`, `[s, s, s]` and `[s, l, s]` of its shorter side s and its longer side
+    /// l.
     fn orthogonalise(
         &self,
         stream: &HostStream,

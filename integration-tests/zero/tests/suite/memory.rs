@@ -49,8 +49,8 @@ fn of_report(folder: &Path) -> (u64, u64) {
     (2 * peak, summary["process_peak_bytes"].as_u64().unwrap())
 }
 
-/// Bytes that a process holds beside those its ranks report, in a run of a small model: pages of the
-/// program, more of them if it is not optimised, and its buffers.
+/// Bytes that a process holds beside those its ranks report, in a run of a small model: pages of
+/// the program, more of them if it is not optimised, and its buffers.
 fn program_bytes(folder: &Path) -> u64 {
     folder.write("small.txt", "a small text. ".repeat(500));
     let run = "train --model nano --data small.txt --ranks 2 --threads 1 --steps 2 --seq-len 16 --micro-batch 1 \

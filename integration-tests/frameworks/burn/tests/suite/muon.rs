@@ -22,8 +22,8 @@ fn is_hidden(path: &str) -> bool {
     path.starts_with("encoder.") || path.starts_with("layers.")
 }
 
-/// A matrix, `[inputs, outputs]`, after a step of Muon with its default settings; the average is the
-/// first of `moments`. Products are burn's, in fp32.
+/// A matrix, `[inputs, outputs]`, after a step of Muon with its default settings; the average is
+/// the first of `moments`. Products are burn's, in fp32.
 pub(crate) fn updated<const D: usize>(
     weights: Tensor<D>,
     gradient: Vec<f32>,

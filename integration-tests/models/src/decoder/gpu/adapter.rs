@@ -1,5 +1,5 @@
-//! An adapter on CUDA: `scale B A dropout(x)`, as on the host (`ops/adapted_linear.rs`), by matrix products
-//! with few rows or columns.
+//! An adapter on CUDA: `scale B A dropout(x)`, as on the host (`ops/adapted_linear.rs`), by matrix
+//! products with few rows or columns.
 
 use zero_alloc::device::AnySlice;
 use zero_trainer::Grad;
@@ -96,8 +96,8 @@ impl<'a> Adapter<'a> {
         Ok(x)
     }
 
-    /// Writes its part of the layer's outputs `[M, width]` of x to its columns of `y`, added to those of
-    /// `add`.
+    /// Writes its part of the layer's outputs `[M, width]` of x to its columns of `y`, added to
+    /// those of `add`.
     pub(super) fn forward(
         &self,
         y: Matrix,

@@ -400,9 +400,9 @@ impl<'a> Block<'a> {
         Ok(())
     }
 
-    /// Returns all rows of the gradient of what the dropout was applied to: `s.dres`, or its copy in
-    /// `copy` with the gradient of the bias before the dropout, which is the last of `sums` unless it is
-    /// frozen.
+    /// Returns all rows of the gradient of what the dropout was applied to: `s.dres`, or its copy
+    /// in `copy` with the gradient of the bias before the dropout, which is the last of `sums`
+    /// unless it is frozen.
     fn gradient_before(
         &self,
         copy: AnySlice,

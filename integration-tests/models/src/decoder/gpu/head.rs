@@ -122,8 +122,8 @@ pub(super) fn token_logits(
 }
 
 /// Writes the tokens' losses to `s.losses`, computes the gradients of their sum times `scale`,
-/// writes that of `x` to `s.dres`, and adds the others, unless they are frozen, to the head's unit and, if
-/// tied, to the embedding's.
+/// writes that of `x` to `s.dres`, and adds the others, unless they are frozen, to the head's unit
+/// and, if tied, to the embedding's.
 pub(super) fn backward(
     config: &DecoderConfig,
     cx: &PassContext<'_>,

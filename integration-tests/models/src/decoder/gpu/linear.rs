@@ -67,12 +67,12 @@ impl Linear<'_> {
         self.cx.ops.matmul.run(self.cx.stream, product)
     }
 
-    /// Enqueues `product`, which is [`Self::forward`] with any epilogue and addend, and those of the
-    /// adapters.
+    /// Enqueues `product`, which is [`Self::forward`] with any epilogue and addend, and those of
+    /// the adapters.
     ///
     /// Why adapters come first: an epilogue needs all sums, and theirs are an addend of the base's.
-    /// Where some outputs have no adapter, the base writes all, and the adapters add to theirs: such
-    /// layers have no other epilogue than a bias.
+    /// Where some outputs have no adapter, the base writes all, and the adapters add to theirs:
+    /// such layers have no other epilogue than a bias.
     pub(super) fn run_forward(&self, product: &Product) -> Result<(), OpError> {
         let x = product.left.data();
         let out = product.out;

@@ -147,8 +147,8 @@ fn ms_of_stage_2(flags: &str) -> [f64; 2] {
     ["step_ms", "links_ms"].map(|key| simulated[key].as_f64().unwrap())
 }
 
-/// A frozen matrix has no gradient: a third of a block's products are left out, and those of adapters
-/// are small. Of their exchange little is left but its latency.
+/// A frozen matrix has no gradient: a third of a block's products are left out, and those of
+/// adapters are small. Of their exchange little is left but its latency.
 #[test]
 fn adapters_cost_less_than_training_all() {
     let [all, links] = ms_of_stage_2("");
